@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adasum_hvd.distributed.checks import Call, agree, call_of, listed
+from adasum_hvd.distributed.checks import Call, agree, call_of, listed, overlap
 from adasum_hvd.distributed.communicator import Communicator, check_groups, hosts_of
 from adasum_hvd.distributed.lanes import Future, Lane, lane_on
 from adasum_hvd.distributed.reduction import reduce_tensors
@@ -62,7 +62,8 @@ def adasum_all_reduce(
 
     Args:
         tensors: one tensor or several, float16, bfloat16, float32 or float64, of any shape; each
-            has coefficients of its own. The same shapes and dtypes in the same order on all ranks.
+            has coefficients of its own, and shares no element with another one. The same shapes
+            and dtypes in the same order on all ranks.
         group: the process group, or its mesh of one dimension; by default the default one.
         rule: "adasum", "mean", "mean_direction", "grafted" or "rda" (docs/distributed.md has the
             formulas), or a function from Gram matrices, float64 [tensors, N, N], to
@@ -98,6 +99,12 @@ def adasum_all_reduce(
         problem = ValueError(
             "expected tensors that another thread may write, but got one of inference mode; "
             "reduce it without async_op, or clone it outside"
+        )
+        call = call._replace(problem=problem)
+    if not call.problem and overlap(several):
+        problem = ValueError(
+            "expected tensors that share no elements, but got the same memory in two of them; "
+            "pass each tensor once"
         )
         call = call._replace(problem=problem)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,12 +66,30 @@ def _problem(tensor: Any) -> str:
         names = ", ".join(map(_name, DTYPES))
         return f"expected a dtype among {names}, but got {tensor.dtype}"
     sides = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(count > 1 and stride == 0 for count, stride in sides):
+    is_expanded = any(count > 1 and stride == 0 for count, stride in sides)
+    if is_expanded or max(_span(tensor), 0) < tensor.numel():
         return (
             "expected tensors whose elements have memory of their own, but got an expanded one; "
             "clone it"
         )
     return ""
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return the elements from the first to the last one of a tensor in memory."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((count - 1) * stride for count, stride in sides)
+
+
+def overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether two tensors share elements; of one with gaps, only the first counts."""
+    spans = []
+    for tensor in filter(torch.numel, tensors):
+        begin, count = tensor.data_ptr(), tensor.numel()
+        known = count if _span(tensor) == count else 1
+        spans.append((begin, begin + known * tensor.element_size()))
+    pairs = itertools.pairwise(sorted(spans))
+    return any(end > begin for (_, end), (begin, _) in pairs)
 
 
 def _name(dtype: torch.dtype) -> str:

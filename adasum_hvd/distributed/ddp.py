@@ -272,7 +272,7 @@ def register_adasum_hook(
 
     Args:
         model: the trainer's, of `DistributedDataParallel`; also compiled.
-        arguments: of :class:`AdasumState`.
+        arguments: of :class:`AdasumState`; `process_group` is the model's by default.
 
     Returns:
         The model's state, the same for later calls. None in a job of one process whose model is
@@ -295,7 +295,7 @@ def register_adasum_hook(
             )
         return None
     if model not in _registered:
-        state = AdasumState(**arguments)
+        state = AdasumState(**{"process_group": model.process_group} | arguments)
         model.register_comm_hook(state, adasum_hook)
         _registered[model] = state, arguments
     state, known = _registered[model]

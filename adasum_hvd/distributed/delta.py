@@ -57,10 +57,17 @@ class Windows(Ruled):
         if self._compared or hasattr(optimizer, "refresh_master"):
             self._duplicates.places = ()
         _make_hookable(optimizer)
+        _check_alone(who, optimizer, communicator)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self._who}: expected no copy, because a copy of an optimizer has no hooks and "
+            f"trains alone; save its state_dict(), or call {self._who} with the copied optimizer"
+        )
 
     def _reduced_units(self) -> Sequence[Unit]:
         """Return the parameters that the next window reduces."""
@@ -70,6 +77,7 @@ class Windows(Ruled):
         """Return what must be the same on all ranks at a window's end."""
         return call_of([], {"local_step": self._local_step})
 
+    @torch._disable_dynamo  # whose trace of a step has no frames to search
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if self._is_whole(optimizer):
             self._begin_step()
@@ -83,6 +91,7 @@ class Windows(Ruled):
             self._starts = [*map(torch.clone, self._locals())]
             self._duplicates.begin(self._optimizer, self._starts)
 
+    @torch._disable_dynamo
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if self._is_whole(optimizer):
             self._local_step += 1
@@ -219,6 +228,20 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step = MethodType(hooked, optimizer)
 
 
+def _check_alone(who: str, optimizer: Any, communicator: Communicator) -> None:
+    """Raise ValueError if other windows join an optimizer's changes over the same ranks."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        other = getattr(hook, "__self__", None)
+        ranks = getattr(other, "_communicator", communicator).ranks
+        if isinstance(other, Windows) and len({*ranks} & {*communicator.ranks}) > 1:
+            raise ValueError(
+                f"{who}: expected an optimizer whose changes are not reduced yet, but got one "
+                f"that {other._who} reduces over the same ranks (rank {communicator.rank} of "
+                f"{communicator.size}); call remove() on that first, or the function that "
+                "reduce_changes has returned"
+            )
+
+
 def check_optimizer(name: str, optimizer: Any) -> None:
     """Raise TypeError or ValueError unless the argument is an optimizer that steps locally."""
     kind = type(optimizer)
@@ -274,8 +297,9 @@ def reduce_changes(
 
     Raises:
         TypeError: the optimizer is not torch's.
-        ValueError: the optimizer's own step sends weights to the other ranks. Or, from a step, as
-            `adasum_all_reduce`. The weights are then those before it.
+        ValueError: the optimizer's own step sends weights to the other ranks, or its changes are
+            reduced already. Or, from a step, as `adasum_all_reduce`: the weights are then those
+            before it.
         RuntimeError: from a step, on all ranks, the same: weights before it were not the same on
             all ranks; or the optimizer keeps a copy of the weights, such as a float32 master,
             which no reduction reaches.

@@ -51,8 +51,9 @@ class LocalSGD(Windows):
     Raises:
         TypeError: on every rank of the job: an optimizer is not torch's.
         ValueError: on every rank of the job: as `adasum_replicate`; `every` is not an integer of
-            at least 1; an optimizer's parameters do not fit the model's; or `every` or the outer
-            optimizer's hyperparameters differ between replicas.
+            at least 1; an optimizer's parameters do not fit the model's; its changes are reduced
+            over these replicas already; or `every` or the outer optimizer's hyperparameters differ
+            between replicas.
 
     Collective: all ranks of the job, with their own mesh of replicas; blocks. The last step of a
     window is collective from then on. A copy of the shards is kept during a window.
@@ -93,7 +94,7 @@ class LocalSGD(Windows):
         return self._local_step
 
     def _begin_step(self) -> None:
-        self._selection.check()
+        self._check_parameters()
         saved, self._saved = self._saved, set()
         if self._local_step and saved == {"optimizer"}:
             raise RuntimeError(
@@ -103,6 +104,19 @@ class LocalSGD(Windows):
                 "or call synchronize() on all replicas before you save"
             )
         super()._begin_step()
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError if the optimizer trains other parameters than the reduced ones."""
+        self._selection.check()
+        for number, group in enumerate(self._optimizer.param_groups):
+            trained = [p for p in group["params"] if is_reduced(p)]
+            if new := sum(parameter not in self._selection for parameter in trained):
+                raise RuntimeError(
+                    f"LocalSGD: expected the parameters that the model had at the call, but got "
+                    f"{new} others in group {number} of the optimizer, which are not reduced "
+                    f"(rank {dist.get_rank()}); remove() and create LocalSGD again after "
+                    "parameters were added or replaced"
+                )
 
     def synchronize(self) -> None:
         """Reduce the changes of a window that is not complete, and begin another one.

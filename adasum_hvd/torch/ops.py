@@ -11,6 +11,7 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.namespaces import with_signature_of
+from adasum_hvd.distributed.checks import overlap
 from adasum_hvd.distributed.sharding import is_dtensor
 from adasum_hvd.horovod import binding
 from adasum_hvd.horovod import start as horovod_start
@@ -179,6 +180,11 @@ def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
         options = name, op, *factors, given["process_set"], grouped
         if waits and not in_place:
             return _reduce(tensors, *options, compression=given["compression"])
+        if in_place and overlap(tensors):
+            raise ValueError(
+                f"allreduce {_label(name)}: expected tensors that share no elements, but got the "
+                f"same memory in two of them {here()}; pass each tensor once"
+            )
         outputs = tensors if in_place else _outputs_for(tensors)
         handle = enqueue(tensors, outputs, *options)
         if not waits:

@@ -194,7 +194,19 @@ def wrap(optimizer: Any, options: Options) -> Any:
 
 def _taken_over(optimizer: Any, mixin: type) -> Any:
     from_config = staticmethod(SavedOptimizer.from_config)
-    return as_dynamic_subclass(optimizer, mixin, CLASS_NAME, from_config=from_config)
+    if vars(optimizer).get("apply") is _refuse_step:  # wrapped a second time
+        del optimizer.apply
+    taken = as_dynamic_subclass(optimizer, mixin, CLASS_NAME, from_config=from_config)
+    optimizer.apply = _refuse_step
+    return taken
+
+
+def _refuse_step(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "DistributedOptimizer: expected steps of the optimizer that it returned, but got one of "
+        "the optimizer that was passed to it, which reduces nothing (rank "
+        f"{mpi_ops.rank()} of {mpi_ops.size()}); use the returned one"
+    )
 
 
 class SavedOptimizer:

@@ -19,6 +19,7 @@ from horovod.torch.mpi_ops import global_process_set, rank, size
 from adasum_hvd import parallel
 from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.base.frames import is_making_state
 from adasum_hvd.base.namespaces import with_signature_of
 from adasum_hvd.base.options import Options, ProcessSet, check, groups_of, optimizer_op
 from adasum_hvd.offload.optimizer import AdamOffload
@@ -115,6 +116,23 @@ def _drop_patched_methods(distributed: Any) -> None:
             )
 
 
+def _refuse_its_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let the wrapped object's own steps, which would reduce nothing, raise RuntimeError."""
+    original = weakref.ref(optimizer)
+
+    def refuse(stepping: Any, *_: Any) -> None:
+        if stepping is original() and not is_making_state():
+            raise RuntimeError(
+                f"{type(stepping).__name__}: expected steps of the optimizer that "
+                "DistributedOptimizer returned, but got one of the optimizer that was passed to "
+                f"it, which reduces nothing (rank {rank()} of {size()}); use the returned one"
+            )
+
+    # Some wrappers are made without `super().__init__()`, and have no hooks.
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        optimizer.register_step_pre_hook(refuse)
+
+
 def _wrapped(
     optimizer: torch.optim.Optimizer, names: Names, options: Options, allows_ddp: bool
 ) -> Any:
@@ -131,6 +149,7 @@ def _wrapped(
     )
     _drop_patched_methods(distributed)
     distributed._wrapped = weakref.ref(optimizer)
+    _refuse_its_steps(optimizer)
     kind: type[Reducer] = GradientReducer
     if options.is_delta:
         offloaded = isinstance(optimizer, AdamOffload)

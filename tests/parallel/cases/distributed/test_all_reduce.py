@@ -426,7 +426,7 @@ def case_what_is_refused_on_all_ranks() -> None:
         "same tensors in the same order", torch.ones(6).view((3, 2) if odd else (2, 3))
     )
     refused("got float64", torch.ones(4, dtype=torch.float64 if odd else torch.float32))
-    refused("got none as tensor 1", [torch.ones(2)] * (1 if odd else 2))
+    refused("got none as tensor 1", [torch.ones(2) for _ in range(1 if odd else 2)])
     refused("got rule=mean", torch.ones(2), rule="mean" if odd else "adasum")
     refused(
         "got group_size=2",
@@ -442,6 +442,14 @@ def case_what_is_refused_on_all_ranks() -> None:
     refused("got int", [torch.ones(2), 3])
     refused(f"got NoneType on rank {last} of", None if odd else torch.ones(2))
     refused("an expanded one on rank 0 of .*; clone it", torch.ones(1).expand(3))
+    refused("an expanded one", torch.ones(10).as_strided((4, 3), (2, 1)))
+    table = torch.full((4, 6), float(rank()))
+    refused("the same memory in two of them on rank 0 .*; pass ea", [table, table])
+    refused("the same memory in two", [table[:3], torch.ones(2), table[2:]])
+    refused("the same memory in two", [table[:, :2], table[:, :2]])
+    refused("the same memory in two", [table[:, 2:4], table])
+    assert (table == rank()).all()
+    adasum_all_reduce([table[:, :2], table[:, 2:], table[:, :0], table[:, :0]])
     with torch.inference_mode():
         work = adasum_all_reduce(torch.ones(3), async_op=True)
         with pytest.raises(ValueError, match="of inference mode on rank 0"):

@@ -403,6 +403,18 @@ def scaled(gram: torch.Tensor, by: int) -> torch.Tensor:
     return torch.full_like(gram[:, 0], by)
 
 
+def case_a_trainers_model_is_reduced_over_its_own_group() -> None:
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    alone, plain = model_of(), model_of()
+    wrapped = nn.parallel.DistributedDataParallel(alone, process_group=groups[rank()])
+    state = register_adasum_hook(wrapped)
+    assert state is not None and state.communicator.size == 1
+    for model in (wrapped, plain):
+        loss_of(model, rank(), 0).backward()
+    for one, other in zip(alone.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def case_a_trainers_model_has_the_hook_once() -> None:
     wrapped = nn.parallel.DistributedDataParallel(model_of())
     state = register_adasum_hook(wrapped, compression=Compression.bf16)

@@ -357,6 +357,28 @@ def case_a_parameter_that_is_trained_later_is_named() -> None:
         optimizer.step()
 
 
+def case_a_parameter_that_comes_later_is_named() -> None:
+    """By a new group, or in the place of another one; replicas would diverge."""
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    local_sgd = LocalSGD(optimizer, model, mesh_of(1)["replica"], 2)
+    model.scale = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [model.scale]})
+    model.scale.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match="got 1 others in group 1 of the opt"):
+        optimizer.step()
+    assert torch.equal(model.scale.data, torch.ones(2))
+    local_sgd.remove()
+    LocalSGD(optimizer, model, mesh_of(1)["replica"], 1)
+    model.scale.grad = torch.full((2,), float(rank()))
+    optimizer.step()
+    assert len(set(everyone(digest(model)))) == 1
+    model.bias = nn.Parameter(torch.zeros(2))
+    optimizer.param_groups[0]["params"][1] = model.bias
+    with pytest.raises(RuntimeError, match="got 1 others in group 0"):
+        optimizer.step()
+
+
 def case_a_marked_parameter_keeps_its_own_change() -> None:
     model = nn.Linear(3, 2)
     mark_worker_local(model.bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 
 import pytest
@@ -368,3 +369,51 @@ def case_a_checkpoint_without_the_window() -> None:
             local_sgd.synchronize()
         train(model, optimizer, range(step, step + 1))
     assert local_sgd.local_step == 1
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def case_a_compiled_step_is_reduced(every: int) -> None:
+    """torch.compile runs the hooks of a step as they are, and compiles the rest."""
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    begin(optimizer := SGD(model.parameters(), 0.1), model, every)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(4):
+        optimizer.zero_grad()
+        backward(model, number)
+        step()
+        assert are_equal(model) == ((number + 1) % every == 0)
+
+
+def case_a_second_reduction_of_the_same_changes_is_refused() -> None:
+    """Its windows would begin before the reductions of the first one."""
+    model, group = nn.Linear(3, 2), dist.group.WORLD
+    optimizer = SGD(model.parameters(), 0.1)
+    local_sgd = LocalSGD(optimizer, model, group, 2)
+    with pytest.raises(ValueError, match="that LocalSGD reduces over the same ranks"):
+        LocalSGD(optimizer, model, group, 3)
+    with pytest.raises(
+        ValueError, match="reduce_changes: expected an optimizer whose c"
+    ):
+        reduce_changes(optimizer)
+    local_sgd.remove()
+    end = reduce_changes(optimizer)
+    with pytest.raises(ValueError, match="that reduce_changes reduces over the same r"):
+        LocalSGD(optimizer, model, group, 2)
+    end()
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank()]
+    reduce_changes(optimizer, alone)
+    LocalSGD(optimizer, model, group, 2)  # over other replicas
+    train(model, optimizer, range(2))
+    assert are_equal(model)
+
+
+def case_a_copy_would_not_reduce() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), 0.1)
+    local_sgd = LocalSGD(optimizer, model, dist.group.WORLD, 2)
+    with pytest.raises(
+        TypeError, match="LocalSGD: expected no copy, because a copy of"
+    ):
+        copy.deepcopy((model, optimizer, local_sgd))

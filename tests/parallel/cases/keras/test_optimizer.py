@@ -210,3 +210,20 @@ def case_keras_clipping(name: str, limit: float, op: str) -> None:
     check_equal(model, expected)
     unclipped = numerics.train(simulated, op, hvd.size(), STEPS)
     assert np.abs(unclipped[0] - expected[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("op", ["average", "adasum-grad", "adasum-delta"])
+def case_a_step_of_the_wrapped_optimizer(op: str) -> None:
+    """It would reduce nothing, and replicas would diverge."""
+    plain, model = momentum(), model_of()
+    hvd.DistributedOptimizer(plain, op=op)
+    model.compile(plain, loss="mse")
+    before = model.get_weights()
+    with pytest.raises(
+        RuntimeError, match="expected steps of the optimizer that it ret"
+    ):
+        fit(model)
+    for one, other in zip(model.get_weights(), before, strict=True):
+        assert np.array_equal(one, other)
+    model = compiled(hvd.DistributedOptimizer(plain, op=op))  # a second time
+    fit(model)

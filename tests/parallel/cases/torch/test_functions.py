@@ -134,6 +134,20 @@ def case_expanded_in_place() -> None:
     assert torch.equal(row, expected[:1])
 
 
+def case_one_tensor_twice_in_place() -> None:
+    """Ranks would read elements that others have written."""
+    table = torch.full((4, 6), float(hvd.rank()))
+    for tensors in ([table, table], [table[:3], table[2:]], [table[:, 1:], table]):
+        with pytest.raises(
+            ValueError, match=r"the same memory in two of them .*; pass e"
+        ):
+            hvd.grouped_allreduce_(tensors, op=hvd.Adasum, name="twice")
+    assert (table == hvd.rank()).all()
+    hvd.grouped_allreduce_([table[:, :2], table[:, 2:]], op=hvd.Adasum, name="once")
+    copies = hvd.allgather_object(table.tolist())
+    assert copies == copies[:1] * hvd.size()
+
+
 @pytest.mark.parametrize(
     "name", ["bool", "complex64", "uint8", "float8_e4m3fn", "bfloat16"]
 )

@@ -56,6 +56,24 @@ def case_scheduler_from_before(op: str) -> None:
     hvd.check_replicas(model)
 
 
+@pytest.mark.parametrize("op", VARIANTS)
+def case_a_step_of_the_wrapped_optimizer(op: str) -> None:
+    """It would reduce nothing: with the delta variant nothing else notices."""
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+    before = [parameter.clone() for parameter in model.parameters()]
+    backward(model)
+    with pytest.raises(
+        RuntimeError, match="SGD: expected steps of the optimizer that D"
+    ):
+        plain.step()
+    for one, other in zip(model.parameters(), before, strict=True):
+        assert torch.equal(one, other)
+    optimizer.step()
+    hvd.check_replicas(model)
+
+
 def case_gradients_changed_after_their_reduction() -> None:
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")
