@@ -65,14 +65,19 @@ def _problem(tensor: Any) -> str:
     if tensor.dtype not in DTYPES:
         names = ", ".join(map(_name, DTYPES))
         return f"expected a dtype among {names}, but got {tensor.dtype}"
-    sides = zip(tensor.shape, tensor.stride(), strict=True)
-    is_expanded = any(count > 1 and stride == 0 for count, stride in sides)
-    if is_expanded or max(_span(tensor), 0) < tensor.numel():
+    if not tensor.is_contiguous() and (
+        _span(tensor) < tensor.numel() or 0 in _strides(tensor)
+    ):
         return (
             "expected tensors whose elements have memory of their own, but got an expanded one; "
             "clone it"
         )
     return ""
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for count, stride in sides if count > 1]
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -86,8 +91,8 @@ def overlap(tensors: Iterable[torch.Tensor]) -> bool:
     spans = []
     for tensor in filter(torch.numel, tensors):
         begin, count = tensor.data_ptr(), tensor.numel()
-        known = count if _span(tensor) == count else 1
-        spans.append((begin, begin + known * tensor.element_size()))
+        whole = tensor.is_contiguous() or _span(tensor) == count
+        spans.append((begin, begin + (count if whole else 1) * tensor.itemsize))
     pairs = itertools.pairwise(sorted(spans))
     return any(end > begin for (_, end), (begin, _) in pairs)
 

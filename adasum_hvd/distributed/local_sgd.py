@@ -109,8 +109,8 @@ class LocalSGD(Windows):
         """Raise RuntimeError if the optimizer trains other parameters than the reduced ones."""
         self._selection.check()
         for number, group in enumerate(self._optimizer.param_groups):
-            trained = [p for p in group["params"] if is_reduced(p)]
-            if new := sum(parameter not in self._selection for parameter in trained):
+            others = [p for p in group["params"] if p not in self._selection]
+            if new := sum(map(is_reduced, others)):
                 raise RuntimeError(
                     f"LocalSGD: expected the parameters that the model had at the call, but got "
                     f"{new} others in group {number} of the optimizer, which are not reduced "
