@@ -77,7 +77,12 @@ void LocalTransport::WaitAnd(const std::function<void()>& meanwhile) {
 bool LocalTransport::AdvanceAll() {
   bool moved = false;
   for (int step = 1; step < size(); ++step) {
-    moved = Advance((rank() + step) % size()) || moved;
+    const int peer = (rank() + step) % size();
+    const bool sent = Send(peer), received = Receive(peer);
+    if (sent || received) {
+      group_->peers[peer].segment->header().bell.Wake();
+      moved = true;
+    }
   }
   if (moved) {
     Moved();
@@ -88,15 +93,6 @@ bool LocalTransport::AdvanceAll() {
 void LocalTransport::Moved() {
   idle_.Reset();
   next_check_ = kCheckPeriod;
-}
-
-bool LocalTransport::Advance(int peer) {
-  const bool sent = Send(peer);
-  const bool received = Receive(peer);
-  if (sent || received) {
-    group_->peers[peer].segment->header().bell.Wake();
-  }
-  return sent || received;
 }
 
 bool LocalTransport::SendTag(Ring& ring, Part& part) {
