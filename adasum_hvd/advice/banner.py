@@ -23,9 +23,8 @@ def banner(
 
     Args:
         options: the optimizer's.
-        settings: the op's, from `binding.settings`.
+        settings: the op's; as `path`, the transport, from `binding`.
         backend: "MPI" or "Gloo".
-        path: the transport, from `binding.transport_description`.
         wire: the dtypes on the wire.
         extra: bytes in addition to the optimizer's own, by "device" and "host".
         study: a key in `learning_rate.FIGURES`; None: there is no advice.
@@ -88,9 +87,7 @@ def _ranks_on(ranks: int, hosts: int) -> str:
 def startup_line(
     settings: Mapping[str, object], backend: str, ranks: int, hosts: int, path: str
 ) -> str:
-    """Return the line that `init` logs on rank 0: version, ranks, hosts, transport, groups.
-
-    Arguments as of `banner`; the path is "" before the first reduction.
+    """Return the line that `init` logs on rank 0; the path is "" before the first reduction.
 
     Example:
         >>> startup_line({"group_op": "adasum"}, "Gloo", 2, 1, "shared memory")

@@ -112,9 +112,7 @@ def check_count(name: str, value: Any) -> None:
 def check(options: Options, compressions: Sequence[Any]) -> None:
     """Check the arguments, alone and in combination.
 
-    Raises:
-        ValueError: an argument or a combination is invalid.
-        NotImplementedError: the compression is not one that the framework and the reduction have.
+    Raises ValueError, or NotImplementedError for a compression that is not one of `compressions`.
     """
     only_delta = {
         "local_steps": options.local_steps != 1,
