@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from adasum_hvd import __version__
-from adasum_hvd.horovod.build import environment, nccl
+from adasum_hvd.horovod.build import environment, nccl, prerequisites
 from adasum_hvd.horovod.build.findings import DoctorFinding, State
 
 ROOT = Path("/")
@@ -32,10 +32,8 @@ def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[DoctorFin
 
 def description() -> str:
     """Return the processor's name and how many of them this process may use."""
-    models = re.findall(
-        r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M
-    )
-    name = models[0] if models else platform.processor()
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    name = model[1] if model else platform.processor()
     return f"{len(os.sched_getaffinity(0))} processors of {name or platform.machine()}"
 
 
@@ -58,10 +56,8 @@ def _flags_of_horovodrun() -> str:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return ""
-    shown = subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, check=False
-    )
-    version = re.search(r"\(Open MPI\) (\d+)", shown.stdout)
+    shown = prerequisites.printed(mpirun, "--version", check=False)
+    version = re.search(r"\(Open MPI\) (\d+)", shown)
     if version is None or int(version[1]) < 5:
         return ""
     return (
@@ -159,13 +155,11 @@ def over_ssh(host: str) -> DoctorFinding:
             timeout=_SSH_SECONDS, check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        return DoctorFinding(
-            subject, "no ssh here", State.BROKEN, "install openssh-client"
-        )
+        fix = "install openssh-client"
+        return DoctorFinding(subject, "no ssh here", State.BROKEN, fix)
     except subprocess.TimeoutExpired:
-        return DoctorFinding(
-            subject, f"no response in {_SSH_SECONDS} s", State.BROKEN, fix
-        )
+        late = f"no response in {_SSH_SECONDS} s"
+        return DoctorFinding(subject, late, State.BROKEN, fix)
     lines = (shown.stdout or shown.stderr).strip().splitlines()
     last = lines[-1] if lines else f"exit status {shown.returncode}"
     if shown.returncode == 255:  # ssh's own
