@@ -37,9 +37,8 @@ class Settings:
     @property
     def adds_decay(self) -> bool:
         """Whether gradients need the weight decay before the kernel, for Nesterov's update."""
-        group = self.group
-        in_gradient = self.decay and not group["decoupled_weight_decay"]
-        return bool(in_gradient and group["use_nesterov"])
+        is_decoupled = self.group["decoupled_weight_decay"]
+        return bool(self.decay and not is_decoupled and self.group["use_nesterov"])
 
     @property
     def copies_gradients(self) -> bool:
@@ -115,9 +114,8 @@ class HostAdam:
             updates = chain.from_iterable(update.pieces(limit) for update in updates)
             overlaps = True
         for batch in _batches(updates, limit if overlaps else math.inf):
-            self._update(
-                settings, partial(kernel, state_steps=[step] * len(batch)), batch
-            )
+            of_batch = partial(kernel, state_steps=[step] * len(batch))
+            self._update(settings, of_batch, batch)
             for update in batch:
                 if update.out is not None:
                     update.out.copy_(update.weights)
