@@ -223,8 +223,6 @@ EXPORT const char* adasum_error(void) { return last_error.c_str(); }
 
 EXPORT int adasum_listen(const adasum_config* config, adasum_group** result, int* name, int* nonce) {
   *result = nullptr;
-  *name = kNoName;
-  *nonce = 0;
   return Guarded(nullptr, [&] {
     if (config->abi != ADASUM_ABI) {
       throw std::invalid_argument("expected ABI " + std::to_string(ADASUM_ABI) + ", but got " +

@@ -39,14 +39,12 @@ def description() -> str:
 
 def _launchers() -> Iterator[DoctorFinding]:
     for name, package in (("horovodrun", "Horovod"), ("mpirun", "MPI")):
-        found = shutil.which(name)
-        installed = shutil.which(name, path=environment.scripts_path())
-        if found:
+        if found := shutil.which(name):
             fix = _flags_of_horovodrun() if name == "horovodrun" else ""
             yield DoctorFinding(name, found, fix=fix)
-        elif installed:
+        elif installed := shutil.which(name, path=environment.scripts_path()):
             fix = f"activate the environment: its {name} is {installed}"
-            yield DoctorFinding(name, "not on PATH", State.FINE, fix)
+            yield DoctorFinding(name, "not on PATH", fix=fix)
         else:
             yield DoctorFinding(name, f"none ({package} brings it)")
 
@@ -70,7 +68,7 @@ def quota(root: Path = ROOT) -> float | None:
     """Return the number of processors that control groups grant this process, None for all.
 
     Those that hold it and all above them, of version 2 and 1; a container sees its own as the
-    root, while its path may be the one outside. As the op does (`processor_quota.cc`).
+    root, while its path may be the one outside. As the op does (`host/processors.cc`).
     """
     membership = root / "proc/self/cgroup"
     lines = membership.read_text().splitlines() if membership.exists() else []
@@ -105,13 +103,11 @@ def _granted(folder: Path) -> float | None:
 
 def _processors(root: Path) -> Iterator[DoctorFinding]:
     mine, granted = len(os.sched_getaffinity(0)), quota(root)
-    found = f"{mine} of {os.cpu_count()}"
+    found, fix = f"{mine} of {os.cpu_count()}", ""
     if granted is not None and granted < mine:
         found += f", of which a control group grants {granted:g}"
         fix = f"start at most {max(1, int(granted))} ranks here, or raise the quota"
-        yield DoctorFinding("processors", found, State.FINE, fix)
-    else:
-        yield DoctorFinding("processors", found)
+    yield DoctorFinding("processors", found, fix=fix)
 
 
 def _autogroup(root: Path) -> Iterator[DoctorFinding]:

@@ -32,7 +32,6 @@ int64_t RingBytes(int ranks);
 
 struct LocalPeer {
   std::unique_ptr<LocalSegment> segment; // null for this rank itself, whose segment is LocalGroup::mine
-  int process_id = 0;                    // in this rank's namespace; 0 if not visible
   Descriptor socket;                     // closed by the kernel when the peer ends
   Descriptor file;                       // with its regions, if memory is shared
   Descriptor process;                    // pidfd, if the kernel supports it and the id is visible
@@ -45,7 +44,6 @@ struct LocalGroup {
   std::unique_ptr<LocalSegment> mine;
   std::vector<LocalPeer> peers;     // by rank on the host
   std::vector<int> global_ranks;    // by rank on the host, for errors
-  bool crowded = false;             // there are more ranks than processors for them
   bool shares = false;              // the ranks map one another's shared memory
   std::shared_ptr<SharedFile> file; // with this rank's regions, if so
   LocalSettings settings;

@@ -89,6 +89,7 @@ bool IsClosed(const std::system_error& error) {
   return code == EPIPE || code == ECONNRESET;
 }
 
+// The id is 0 if the process is not visible in this rank's namespace.
 Descriptor WatchProcess(int process_id) {
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434 // the same on x86-64 and arm64; older headers lack it
@@ -287,8 +288,7 @@ private:
     LocalPeer& peer = group_.peers[call.peer];
     peer.segment = std::make_unique<LocalSegment>(call.attached[0].value(), static_cast<int>(names_.size()),
                                                   group_.settings.ring_bytes);
-    peer.process_id = PeerOf(call.socket.value()).pid;
-    peer.process = WatchProcess(peer.process_id);
+    peer.process = WatchProcess(PeerOf(call.socket.value()).pid);
     peer.file = std::move(call.attached[1]);
     peer.socket = std::move(call.socket);
     outgoing_ -= call.peer < group_.rank ? 1 : 0;
@@ -330,7 +330,6 @@ Descriptor Listen(int backlog, int& name) {
 
 void ConnectPeers(LocalGroup& group, const std::vector<int>& names, const std::vector<int>& nonces) {
   Handshake(group, names, nonces).Run();
-  group.crowded = group.Crowded();
 }
 
 } // namespace adasum_hvd

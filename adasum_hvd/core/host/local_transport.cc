@@ -22,7 +22,7 @@ LocalTransport::LocalTransport(std::shared_ptr<LocalGroup> group)
     : group_(std::move(group)), lanes_(group_->peers.size()), memory_(group_->peers.size()),
       heartbeats_(group_->peers.size()),
       // With fewer processors than ranks, spinning takes a processor from the rank that is awaited.
-      spins_(group_->crowded ? 0 : kSpins / std::max(1, size() - 1)) {}
+      spins_(group_->Crowded() ? 0 : kSpins / std::max(1, size() - 1)) {}
 
 void LocalTransport::Start(const std::vector<Message>& messages) {
   if (aborted_) {

@@ -8,9 +8,8 @@
 //   3. the coefficients follow by walking the tree on G, scalars only;
 //   4. every rank combines its slice. The next level reduces this slice over other groups.
 //
-// Then an allgather sends the slices of the result, from the last level back to the first. For n bytes a rank
-// sends 2 n (N - 1) / N, as in a ring allreduce. One level takes 3 rounds for any N; 2 if no tensor crosses a
-// slice border; 1 for a few kilobytes, which every rank reduces as a whole.
+// Then an allgather sends the slices of the result, from the last level back to the first. docs/internals.md
+// has the numbers of exchanges and bytes.
 #pragma once
 
 #include <atomic>
