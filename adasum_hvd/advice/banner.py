@@ -62,10 +62,7 @@ def distributed_banner(
     path: str,
     study: str | None,
 ) -> str:
-    """Return one line for the engine on torch.distributed: rule, ranks, groups, rate, wire.
-
-    Of the settings it needs "rule", "group_op" and "group_size"; `path` is what reduces.
-    """
+    """Return one line for the engine on torch.distributed; `path` is what reduces."""
     rule, about = settings["rule"], ["no groups"]
     if rule == "adasum":
         rule = "adasum-grad"

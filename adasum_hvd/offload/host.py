@@ -102,10 +102,9 @@ class HostAdam:
         done: Callable[[torch.Tensor], None],
         overlaps: bool = False,
     ) -> None:
-        """Do updates of one dtype, in order.
+        """Do updates of one dtype, in order; call `done` with `completes` of each.
 
-        They are consumed one by one, so that each may wait for its gradient. `done` is called with
-        `completes` of each. With `overlaps` none waits for all: others are copied meanwhile.
+        Each may wait for its gradient. With `overlaps` none waits for all.
         """
         limit = PIECE_ELEMENTS * torch.get_num_threads()
         kernel = settings.kernel()

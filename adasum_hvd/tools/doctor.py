@@ -117,10 +117,9 @@ def _judged(
         found = f"{len(result['wrong'])} of {result['tried']} wrong: {', '.join(result['wrong'])}"
         fix = "report this with the output of `adasum-hvd doctor --json`"
         return DoctorFinding(subject, found, State.WRONG, fix)
-    equal = (
-        f"{result['tried']} tensors over {result['ranks']} ranks equal the reference"
-    )
-    return DoctorFinding(subject, equal)
+    count, ranks = result["tried"], result["ranks"]
+    found = f"{count} tensors over {ranks} ranks equal the reference"
+    return DoctorFinding(subject, found)
 
 
 def _paths(framework: str, result: dict[str, Any]) -> Iterator[DoctorFinding]:

@@ -1,9 +1,6 @@
 """The program of a rank in `adasum-hvd demo`: LeNet-5 on scikit-learn's handwritten digits.
 
 python -m adasum_hvd.tools.torch_digits horovod|torch EPOCHS OUTPUT
-
-Every reduction starts from the same weights and uses the learning rate that is best for one
-process (docs/convergence.md).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ EVERY = 2  # steps between two records of the monitor
 Trained = tuple[nn.Module, Any, Any]
 Records = Path | None
 BATCH_SIZE = 32  # images per rank and step
-RATE = 0.03  # for one process, and not scaled
+RATE = 0.03  # the best for one process (docs/convergence.md), and not scaled
 SEED = 42
 TARGET_ACCURACY = 0.95
 

@@ -155,12 +155,9 @@ def running(
 ) -> Callable[..., Result]:
     """Return `func` as a function that continues when ranks die, leave or join.
 
-    Args:
-        func: its first argument is the state.
-        shutdown: ends Horovod.
-        start: starts it, with `again=True` with the job's current ranks.
-        is_failure: whether an error means that another rank has died, so that this rank
-            continues from its last commit. Other errors are raised.
+    Its first argument is the state. `shutdown` ends Horovod, and `start(again=True)` starts it with
+    the job's current ranks. If an error means that another rank has died (`is_failure`), this rank
+    continues from its last commit. Other errors are raised.
     """
 
     @functools.wraps(func)
