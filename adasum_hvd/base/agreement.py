@@ -62,10 +62,8 @@ def refuse_process_set(process_set: Any, all_ranks: object) -> None:
 def comparable(settings: dict[str, object]) -> dict[str, object]:
     """Return the op's settings that must be equal on all ranks."""
     # Excludes the same settings as the fingerprint in horovod/op/settings.cc.
-    free = {
-        *("kernels", "threads"),
-        *("timeout_seconds", "stall_seconds", "checkpoint_seconds"),
-    }
+    limits = "timeout_seconds", "stall_seconds", "checkpoint_seconds"
+    free = {"kernels", "threads", *limits}
     return {name: value for name, value in settings.items() if name not in free}
 
 

@@ -66,16 +66,12 @@ class Options:
     @property
     def shared(self) -> dict[str, object]:
         """The arguments that must be equal on all ranks, for `agreement.compare_settings`."""
-        values = {name: getattr(self, name) for name in SHARED}
+        about = {"op": self.op.name, "compression": self.compression.__name__}
         groups = self.groups
         if isinstance(groups, Sequence):
             groups = [[tuple(item.shape) for item in group] for group in groups]
-        return {
-            "op": self.op.name,
-            "compression": self.compression.__name__,
-            "groups": groups,
-            **values,
-        }
+        values = {name: getattr(self, name) for name in SHARED}
+        return {**about, "groups": groups, **values}
 
     @property
     def factors(self) -> tuple[float, float]:

@@ -59,10 +59,8 @@ def version_of(*packages: str) -> str | None:
 
 def installed_frameworks() -> dict[str, str]:
     """Return the frameworks installed here and their versions, without importing them."""
-    found = {
-        "torch": version_of("torch"),
-        "tensorflow": version_of(*_TENSORFLOW_PACKAGES),
-    }
+    tensorflow = version_of(*_TENSORFLOW_PACKAGES)
+    found = {"torch": version_of("torch"), "tensorflow": tensorflow}
     return {name: version for name, version in found.items() if version}
 
 
