@@ -22,11 +22,7 @@ def _build(arguments: argparse.Namespace) -> None:
             f"expected --frameworks torch, tensorflow or torch,tensorflow, but got {given!r}"
         )
     wheel = builder.build(
-        frameworks,
-        arguments.mpi,
-        arguments.gpu,
-        force=arguments.force,
-        debug=arguments.debug,
+        frameworks, arguments.mpi, arguments.gpu, arguments.force, arguments.debug
     )
     if not arguments.no_install:
         builder.install(wheel)

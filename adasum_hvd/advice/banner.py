@@ -23,9 +23,8 @@ def banner(
 
     Args:
         options: the optimizer's.
-        settings: the op's, from `binding.settings`.
+        settings: the op's; as `path`, the transport, from `binding`.
         backend: "MPI" or "Gloo".
-        path: the transport, from `binding.transport_description`.
         wire: the dtypes on the wire.
         extra: bytes in addition to the optimizer's own, by "device" and "host".
         study: a key in `learning_rate.FIGURES`; None: there is no advice.
@@ -63,10 +62,7 @@ def distributed_banner(
     path: str,
     study: str | None,
 ) -> str:
-    """Return one line for the engine on torch.distributed: rule, ranks, groups, rate, wire.
-
-    Of the settings it needs "rule", "group_op" and "group_size"; `path` is what reduces.
-    """
+    """Return one line for the engine on torch.distributed; `path` is what reduces."""
     rule, about = settings["rule"], ["no groups"]
     if rule == "adasum":
         rule = "adasum-grad"
@@ -88,9 +84,7 @@ def _ranks_on(ranks: int, hosts: int) -> str:
 def startup_line(
     settings: Mapping[str, object], backend: str, ranks: int, hosts: int, path: str
 ) -> str:
-    """Return the line that `init` logs on rank 0: version, ranks, hosts, transport, groups.
-
-    Arguments as of `banner`; the path is "" before the first reduction.
+    """Return the line that `init` logs on rank 0; the path is "" before the first reduction.
 
     Example:
         >>> startup_line({"group_op": "adasum"}, "Gloo", 2, 1, "shared memory")

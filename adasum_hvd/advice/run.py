@@ -60,11 +60,9 @@ def advise(
 ) -> Advice:
     """Return what the records of a run say about workers, rates and AdaSum.
 
-    AdaScale's gain is the number of one worker's steps that a step of N workers replaces, so its
-    mean over a run predicts the steps. It comes from a noise scale for each third of the run: that
-    of a whole run is mostly that of the steps with large gradients. AdaSum's lengthening is the
-    multiple of the rate at which an average takes steps of the same length. docs/convergence.md
-    compares both with runs, and has the reasons for the choice of a reduction.
+    The mean of AdaScale's gain over a run predicts the steps. It comes from a noise scale for each
+    third of the run: that of a whole run is mostly that of the steps with large gradients.
+    docs/monitor.md explains the answer, and docs/convergence.md compares it with runs.
 
     Args:
         run: a file that `AdasumMonitor` has written, of which the latest run counts; or its

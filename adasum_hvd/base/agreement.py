@@ -42,11 +42,9 @@ def refuse_elastic(caller: str) -> None:
 
 
 def refuse_process_set(process_set: Any, all_ranks: object) -> None:
-    """Refuse an unregistered process set, and in an elastic job all but the global one.
+    """Raise ValueError for an unregistered process set.
 
-    Raises:
-        NotImplementedError: the job is elastic.
-        ValueError: the process set is not registered with Horovod.
+    In an elastic job, raise NotImplementedError for all but the global one.
     """
     if is_elastic() and process_set is not all_ranks:
         raise NotImplementedError(
@@ -64,20 +62,17 @@ def refuse_process_set(process_set: Any, all_ranks: object) -> None:
 def comparable(settings: dict[str, object]) -> dict[str, object]:
     """Return the op's settings that must be equal on all ranks."""
     # Excludes the same settings as the fingerprint in horovod/op/settings.cc.
-    free = {
-        *("kernels", "threads"),
-        *("timeout_seconds", "stall_seconds", "checkpoint_seconds"),
-    }
+    limits = "timeout_seconds", "stall_seconds", "checkpoint_seconds"
+    free = {"kernels", "threads", *limits}
     return {name: value for name, value in settings.items() if name not in free}
 
 
 def optimizer_facts(
     optimizer_class: type, hyperparameters: Mapping[str, Any]
 ) -> dict[str, object]:
-    """Return the facts of an optimizer that must be equal on all ranks.
+    """Return the facts of an optimizer that must be equal on all ranks: not rates and names.
 
-    Learning rates and names are left out. A value that is not a number, a string or a collection
-    of them counts by its type only.
+    A value that is not a number, a string or a collection of them counts by its type only.
 
     Example:
         >>> optimizer_facts(dict, {"lr": 0.1, "betas": [0.9, 0.99], "hook": print})
@@ -112,12 +107,8 @@ def compare_settings(
 ) -> None:
     """Raise ValueError, on every rank, if the ranks' settings differ.
 
-    Args:
-        by_rank: each rank's settings by name: :func:`comparable` of the op's, or `Options.shared`.
-        rank: this rank, for the message, which also names the settings and the remedy.
-        what: the kind of settings.
-        remedy: for their difference.
-        ranks: the ranks in `by_rank`, numbered in the job; all ranks of the job if empty.
+    `by_rank` has each rank's settings by name, and `ranks` their numbers in the job, if these are
+    not all ranks. The message names this rank, the kind of settings and the remedy, too.
     """
     ranks, first = ranks or range(len(by_rank)), by_rank[0]
     for other, settings in zip(ranks, by_rank, strict=True):
@@ -166,13 +157,10 @@ def compare_parameters(
     """Raise ValueError, on every rank, if the ranks' lists of parameters to reduce differ.
 
     Args:
-        caller: the function or class, for the message.
-        by_rank: (name, shape, dtype) of every parameter, for each rank of the process set.
-        rank: this rank, numbered in the job.
+        caller: the function or class, for the message, as are `rank` (this one) and `remedy`.
+        by_rank: of each rank of the process set.
         names: compare names, too; False if the framework numbers them by itself.
-        ranks: the ranks in `by_rank`, numbered in the job, for the message; by default the
-            message numbers them in the process set.
-        remedy: for the message.
+        ranks: of `by_rank`, numbered in the job; else the message numbers them in the process set.
     """
     difference = first_difference(by_rank, lambda entry: entry if names else entry[1:])
     if difference is None:

@@ -21,16 +21,12 @@ def as_dynamic_subclass(
 
     Example:
         >>> class Plain:
-        ...     def answer(self): return self.number
+        ...     def answer(self): return 21
         >>> class Twice:
         ...     def answer(self): return 2 * super().answer()
-        >>> plain = Plain()
-        >>> plain.number = 21
-        >>> twice = as_dynamic_subclass(plain, Twice, "TwicePlain")
+        >>> twice = as_dynamic_subclass(Plain(), Twice, "TwicePlain")
         >>> twice.answer(), isinstance(twice, Plain), type(twice).__name__
         (42, True, 'TwicePlain')
-        >>> as_instance_of(twice, twice._base).answer()
-        21
     """
     base = type(instance)
     if (mixin, base) not in _classes:

@@ -66,16 +66,12 @@ class Options:
     @property
     def shared(self) -> dict[str, object]:
         """The arguments that must be equal on all ranks, for `agreement.compare_settings`."""
-        values = {name: getattr(self, name) for name in SHARED}
+        about = {"op": self.op.name, "compression": self.compression.__name__}
         groups = self.groups
         if isinstance(groups, Sequence):
             groups = [[tuple(item.shape) for item in group] for group in groups]
-        return {
-            "op": self.op.name,
-            "compression": self.compression.__name__,
-            "groups": groups,
-            **values,
-        }
+        values = {name: getattr(self, name) for name in SHARED}
+        return {**about, "groups": groups, **values}
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -112,9 +108,7 @@ def check_count(name: str, value: Any) -> None:
 def check(options: Options, compressions: Sequence[Any]) -> None:
     """Check the arguments, alone and in combination.
 
-    Raises:
-        ValueError: an argument or a combination is invalid.
-        NotImplementedError: the compression is not one that the framework and the reduction have.
+    Raises ValueError, or NotImplementedError for a compression that is not one of `compressions`.
     """
     only_delta = {
         "local_steps": options.local_steps != 1,

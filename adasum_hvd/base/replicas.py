@@ -18,11 +18,7 @@ class ReplicaMismatch(RuntimeError):
 
 
 def is_due(model: Any, every: int) -> bool:
-    """Count this call for `model`, and return whether it is one of every `every` calls.
-
-    Raises:
-        ValueError: `every` is not an integer of at least 1.
-    """
+    """Count this call for `model`, and return whether it is one of every `every` calls."""
     options.check_count("check_replicas: every", every)
     calls = _calls[model] = _calls.get(model, 0) + 1
     return (calls - 1) % every == 0

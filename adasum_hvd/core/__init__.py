@@ -223,18 +223,12 @@ class Group:
 
     Args:
         rank: of this process in the group.
-        hosts: by rank, any number of its host; the tree joins ranks of a host first.
-        places: by rank, any number of the place in which ranks can share memory.
-        job_ranks: by rank, its number in the job, for messages.
+        hosts: as `places` and `job_ranks`, by rank: `adasum_config` in `adasum.h`.
         group_op: "adasum", "average" or "sum".
         group_size: ranks in a group; 0: a host is a group.
         timeout_seconds: of a wait in which nothing moves.
         limit: what sets this timeout, for messages.
         network: between places; the group does not keep what keeps the group.
-
-    Attributes:
-        name: where this rank listens.
-        nonce: what a peer must know to connect.
 
     Raises:
         CoreError: the system refuses shared memory or a socket.
@@ -265,15 +259,7 @@ class Group:
         weakref.finalize(self, _library().adasum_close, self._handle).atexit = False
 
     def connect(self, names: Sequence[int], nonces: Sequence[int]) -> None:
-        """Connect to the other ranks.
-
-        Args:
-            names: by rank.
-            nonces: by rank.
-
-        Raises:
-            CoreError: a rank is missing after 10 s, or half of the timeout.
-        """
+        """Connect by all ranks' names and nonces; CoreError after 10 s, or half of the timeout."""
         names, nonces = _integers(names), _integers(nonces)
         _check(_library().adasum_connect(self._handle, names, nonces))
 
@@ -315,12 +301,9 @@ class Group:
         )
 
     def gather(self, mine: int, everyone: int, size_bytes: int) -> None:
-        """Gather small rows, without the GIL; errors as :meth:`reduce`. Collective; blocks.
+        """Gather a row of so many bytes from address `mine` to `everyone`, by rank.
 
-        Args:
-            mine: the address of this rank's.
-            everyone: the address of all ranks', by rank.
-            size_bytes: of one, the same on all ranks.
+        Without the GIL; the same size on all ranks; errors as :meth:`reduce`. Collective; blocks.
         """
         self._calls.check(
             _library().adasum_gather(self._handle, mine, everyone, size_bytes)
@@ -338,17 +321,10 @@ class Group:
 
 
 def share(at: int, size_bytes: int) -> int:
-    """Put memory that the ranks of a host can map under a mapping; address and content stay.
+    """Put memory that the ranks of a host can map under the mapping that begins `at` a page.
 
-    Args:
-        at: the mapping's address, of a page.
-        size_bytes: of the mapping.
-
-    Returns:
-        Another address of the memory, which `Group.reduce` reduces without a copy.
-
-    Raises:
-        CoreError: the system has no such memory.
+    Address and content stay. Returns another address of the memory, which `Group.reduce` reduces
+    without a copy. Raises CoreError if the system has no such memory.
     """
     if not (other := _library().adasum_share(at, size_bytes)):
         raise CoreError(_library().adasum_error().decode(errors="replace"))

@@ -7,7 +7,6 @@
 #include <iterator>
 #include <memory>
 #include <numeric>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,7 +14,6 @@
 #include <unistd.h>
 
 #include "host/abort_notice.h"
-#include "host/handshake.h"
 #include "host/hybrid.h"
 #include "kernels/kernels.h"
 #include "reduce/observation.h"
@@ -101,8 +99,7 @@ struct adasum_group {
 
   const pid_t owner = getpid();
   std::unique_ptr<LocalGroup> joining; // until connected
-  Descriptor listening;
-  const std::vector<int> hosts; // by rank
+  const std::vector<int> hosts;        // by rank
   const GroupOp group_op;
   const int group_size;
   const bool has_network;
@@ -226,8 +223,6 @@ EXPORT const char* adasum_error(void) { return last_error.c_str(); }
 
 EXPORT int adasum_listen(const adasum_config* config, adasum_group** result, int* name, int* nonce) {
   *result = nullptr;
-  *name = kNoName;
-  *nonce = static_cast<int>(std::random_device()() & 0x7fffffff);
   return Guarded(nullptr, [&] {
     if (config->abi != ADASUM_ABI) {
       throw std::invalid_argument("expected ABI " + std::to_string(ADASUM_ABI) + ", but got " +
@@ -235,18 +230,15 @@ EXPORT int adasum_listen(const adasum_config* config, adasum_group** result, int
     }
     auto group = std::make_unique<adasum_group>(*config);
     Join(*group, *config);
-    group->listening = Listen(config->size, *name);
+    *name = group->joining->name;
+    *nonce = group->joining->nonce;
     *result = group.release();
   });
 }
 
 EXPORT int adasum_connect(adasum_group* group, const int* names, const int* nonces) {
   return Guarded(group, [&] {
-    Handshake(*group->joining, group->listening.value(), OfNeighbours(*group, names),
-              OfNeighbours(*group, nonces))
-        .Run();
-    group->joining->crowded = group->joining->Crowded();
-    group->listening = Descriptor();
+    ConnectPeers(*group->joining, OfNeighbours(*group, names), OfNeighbours(*group, nonces));
     group->local = std::make_unique<LocalTransport>(std::move(group->joining));
     Plan(*group);
     const int share = static_cast<int>(group->local->ShareOfProcessors());

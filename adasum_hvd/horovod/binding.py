@@ -191,8 +191,7 @@ def register_weights(
 
     Args:
         entry: the tensor's full name in Horovod ("allreduce." included).
-        start: address of the start copy. A tensor of the same name at another address (on a rank
-            that has joined) is an ordinary tensor.
+        start: address of the start copy; at another one a tensor of that name is an ordinary one.
         elements: as in the name (:func:`segmented`).
         weights: addresses by segment, of contiguous memory of the tensor's dtype, which must not
             move until the reduction is done.

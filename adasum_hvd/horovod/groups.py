@@ -21,18 +21,11 @@ def configure(
     group_size: int | None = None,
     running: Mapping[str, object] | None = None,
 ) -> None:
-    """Set the groups of the next `init`.
-
-    Args:
-        group_op: how the ranks of one group are reduced before AdaSum runs over the groups:
-            "adasum" (all the way down, the default), "average" or "sum". A rank that has
-            joined counts in the average's divisor, as in Horovod's own Average.
-        group_size: number of consecutive ranks in a group (MindSpore: 8). None leaves
-            `ADASUM_HVD_GROUP_SIZE` as it is; by default a group is a host.
-        running: the op's settings if Horovod is initialized; nothing is set then.
+    """Set the groups of the next `init`, as its arguments; None leaves a variable as it is.
 
     Each call first restores the variables that an earlier call changed, because its arguments
-    were for one `init` only.
+    were for one `init` only. `running` has the op's settings if Horovod is initialized; then
+    nothing is set.
 
     Raises:
         ValueError: `group_op` is unknown, or `group_size` is not a positive integer.
@@ -53,10 +46,8 @@ def configure(
         else:
             os.environ[name] = value
     _replaced.clear()
-    for name, given in (
-        ("ADASUM_HVD_GROUP_OP", group_op),
-        ("ADASUM_HVD_GROUP_SIZE", group_size),
-    ):
+    asked = {"ADASUM_HVD_GROUP_OP": group_op, "ADASUM_HVD_GROUP_SIZE": group_size}
+    for name, given in asked.items():
         if given is not None:
             _replaced[name] = os.environ.get(name)
             os.environ[name] = str(given)

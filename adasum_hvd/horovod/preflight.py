@@ -66,9 +66,8 @@ def _require_keras() -> None:
 def require_unfinished_mpi(library: ctypes.CDLL) -> None:
     """Raise RuntimeError if `hvd.shutdown()` has finalized MPI: calls after that would abort."""
     finalized = ctypes.c_int()
-    if os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and hasattr(
-        library, "MPI_Finalized"
-    ):
+    is_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+    if not is_gloo and hasattr(library, "MPI_Finalized"):
         library.MPI_Finalized(ctypes.byref(finalized))
     if finalized.value:
         raise RuntimeError(

@@ -41,15 +41,9 @@ def start(
 ) -> None:
     """Start Horovod with the groups of the last :func:`configure`.
 
-    Args:
-        set_variables: :func:`variables.before_init` or the framework's own.
-        again: restart with the current ranks of an elastic job.
-
-    Raises:
-        RuntimeError: `shutdown()` has ended MPI, which starts once in a process; or ranks are
-            missing: see :mod:`adasum_hvd.horovod.launch.variables`.
-
-    Collective: every rank; blocks until all have.
+    `set_variables` is :func:`variables.before_init` or the framework's own. `again`: restart with
+    the current ranks of an elastic job. Raises RuntimeError if `shutdown()` has ended MPI, or ranks
+    are missing. Collective: every rank; blocks until all have.
     """
     preflight.require_unfinished_mpi(library)
     expected = set_variables(preflight.mpi_of(library, mpi_ops.mpi_built()))

@@ -38,21 +38,14 @@ class Channel(Protocol):
         """Return every rank's object. Collective; blocks."""
 
     def start_sum(self, rows: Rows, name: str) -> Callable[[bool], Rows | None]:
-        """Start to sum `rows` over the ranks. Collective.
+        """Start to sum `rows` over the ranks; return a function of `wait`. Collective.
 
-        Returns:
-            A function of `wait` that returns the sum. Without `wait` it returns None while the
-            sum is not finished.
+        It returns the sum, or without `wait` None while the sum is not finished.
         """
 
 
 def check_job(settings: Mapping[str, object]) -> None:
-    """Check by the op's settings that this job can have a monitor.
-
-    Raises:
-        NotImplementedError: the job is elastic.
-        RuntimeError: `ADASUM_HVD_OP=off`.
-    """
+    """Raise NotImplementedError in an elastic job, and RuntimeError if the op is off."""
     refuse_elastic("AdasumMonitor")
     if settings["op"] == "off":
         raise RuntimeError(
@@ -94,9 +87,8 @@ class Monitor:
         every: steps between two records.
         to: see :class:`Sinks`; used on the first rank only.
         channel: the connection to the other ranks.
-        inputs: "gradients", or "changes" of weights: of the delta variant.
-        loss_scale: returns the factor of the gradients that were reduced last, by which their
-            norms are divided.
+        inputs: as :func:`inputs_of`.
+        loss_scale: returns the factor of the last gradients, by which their norms are divided.
 
     Raises:
         ValueError, TypeError: `every` is not an integer of at least 1 or differs between ranks,

@@ -39,10 +39,9 @@ class Noise(NamedTuple):
         return math.inf if self.variance > 0 else math.nan
 
     def speedup(self, workers: float) -> float:
-        """Return AdaScale's gain for a number of workers, from 1 to that number.
+        """Return AdaScale's gain: how many steps of one worker a step of `workers` replaces.
 
-        `(variance + mean^2) / (variance / N + mean^2)` (arXiv 2007.05105): so many steps of one
-        worker make the progress of this step of N.
+        `(variance + mean^2) / (variance / N + mean^2)`, from 1 to N (arXiv 2007.05105).
         """
         scale = self.scale
         return workers if math.isinf(scale) else (1 + scale) / (1 + scale / workers)
@@ -76,12 +75,8 @@ def has_noise(record: Mapping[str, Any]) -> bool:
 def noise_of(records: Iterable[Mapping[str, Any]]) -> Noise:
     """Return the noise in a monitor's records.
 
-    Args:
-        records: with `joined`, and `tensors` with `variance`, `squared_mean`, `length` and
-            `gain`. A tensor without one of these, or with one that is not finite, is left out.
-
-    Raises:
-        ValueError: no tensor of any record has all of them.
+    A tensor without one of the values needed, or with one that is not finite, is left out. Raises
+    ValueError if no tensor of any record has all of them.
     """
     parts, count, joined = [], 0, 0
     for record in records:

@@ -20,13 +20,9 @@ Sink = Callable[[Record], Any]
 
 
 class Jsonl:
-    """Appends one JSON line per record; `adasum-hvd plot` draws the file.
+    """Appends one JSON line per record; ValueError if the file cannot be written.
 
-    Args:
-        path: the file; its folder is created at once, the file with the first record.
-
-    Raises:
-        ValueError: the file cannot be written.
+    Its folder is created at once, the file with the first record.
     """
 
     def __init__(self, path: Path):
@@ -48,11 +44,7 @@ class Jsonl:
 class TensorBoard:
     """Writes a scalar `adasum/STATISTIC/TENSOR` per value, and `adasum/STATISTIC` over all.
 
-    Args:
-        folder: of the event files, which are created with the first record.
-
-    Raises:
-        ValueError: the package `tensorboard` is not installed, or the folder cannot be created.
+    Raises ValueError without `tensorboard`, or if the folder cannot be created.
     """
 
     def __init__(self, folder: Path):
@@ -103,13 +95,8 @@ class TensorBoard:
 class Sinks:
     """Several sinks; a sink that fails is removed with a warning, and training continues.
 
-    Args:
-        to: paths that end in `.jsonl`, other paths (folders for TensorBoard), functions of a
-            record; or one of these.
-
-    Raises:
-        TypeError: an element of `to` is none of these.
-        ValueError: a file or folder cannot be written, or TensorBoard is not installed.
+    `to` has paths that end in `.jsonl`, other paths (folders for TensorBoard) and functions of a
+    record, or is one of these; else TypeError.
     """
 
     def __init__(self, to: Any):

@@ -48,20 +48,9 @@ def width(sizes: Sequence[int]) -> int:
 
 
 def statistics(rows: Rows, sizes: Sequence[int]) -> dict[str, Rows]:
-    r"""Return statistics of each tensor, from the sums of its Gram matrices.
+    """Return statistics of each tensor, from the sums of its Gram matrices.
 
-    `x_i` are the N inputs of AdaSum: the ranks' vectors, or the groups' averages or sums.
-
-    - `cosine`: the mean of `cos(x_i, x_j)` over pairs. With several levels, the pairs within a
-      level: ranks of a group, then results of groups;
-    - `orthogonality`: `|AdaSum|^2 / sum |x_i|^2`; 1 if all are orthogonal, 1/N if parallel;
-    - `gain`: `|AdaSum| / |mean of x_i|`; N if all are orthogonal, 1 if parallel. With several
-      levels, the product over levels;
-    - `lowest`, `highest`: of the coefficients `c_i` in `AdaSum = sum c_i x_i`;
-    - `variance`, `squared_mean`: unbiased estimates of `E |x_i - E x_i|^2` and `|E x_i|^2`, from
-      `sum |x_i|^2` and `|mean of x_i|^2`. With several levels, from the groups of the innermost.
-      The second may be below 0;
-    - `length`: `|AdaSum|`.
+    docs/monitor.md, Recorded values, defines them, also for several levels.
 
     Args:
         rows: (tensors, width(sizes)), summed over the ranks; see `TensorRecord.rows`.

@@ -20,10 +20,7 @@ _POSITIVE = (lambda x: 0.0 < x < math.inf), "a finite number > 0"
 _NOT_NEGATIVE = (lambda x: 0.0 <= x < math.inf), "a finite number >= 0"
 _BETA = (float, "a float", lambda x: 0.0 < x < 1.0, "a float in (0, 1)")
 _FLAGS = (
-    "use_locking",
-    "use_nesterov",
-    "torch_eps",
-    "decoupled_weight_decay",
+    *("use_locking", "use_nesterov", "torch_eps", "decoupled_weight_decay"),
     "verbose",
 )
 # By argument, its type and range, and their words in errors.
@@ -61,10 +58,8 @@ def check(name: str, value: Any) -> Any:
     """
     kind, words, holds, range_words = _RULES[name]
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-        raise TypeError(
-            f"AdamOffload: {name}: expected {words}, but got {value!r} "
-            f"({type(value).__name__})"
-        )
+        given = f"{value!r} ({type(value).__name__})"
+        raise TypeError(f"AdamOffload: {name}: expected {words}, but got {given}")
     if not holds(value):
         raise ValueError(
             f"AdamOffload: {name}: expected {range_words}, but got {value!r}"

@@ -85,10 +85,8 @@ class Transfers:
 
     def _down_up(self, device: torch.device) -> tuple[Any, Any]:
         if device not in self._streams:
-            self._streams[device] = (
-                torch.cuda.Stream(device),
-                torch.cuda.Stream(device),
-            )
+            down, up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._streams[device] = down, up
         return self._streams[device]
 
     @torch.no_grad()

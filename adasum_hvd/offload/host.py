@@ -37,9 +37,8 @@ class Settings:
     @property
     def adds_decay(self) -> bool:
         """Whether gradients need the weight decay before the kernel, for Nesterov's update."""
-        group = self.group
-        in_gradient = self.decay and not group["decoupled_weight_decay"]
-        return bool(in_gradient and group["use_nesterov"])
+        is_decoupled = self.group["decoupled_weight_decay"]
+        return bool(self.decay and not is_decoupled and self.group["use_nesterov"])
 
     @property
     def copies_gradients(self) -> bool:
@@ -103,10 +102,9 @@ class HostAdam:
         done: Callable[[torch.Tensor], None],
         overlaps: bool = False,
     ) -> None:
-        """Do updates of one dtype, in order.
+        """Do updates of one dtype, in order; call `done` with `completes` of each.
 
-        They are consumed one by one, so that each may wait for its gradient. `done` is called with
-        `completes` of each. With `overlaps` none waits for all: others are copied meanwhile.
+        Each may wait for its gradient. With `overlaps` none waits for all.
         """
         limit = PIECE_ELEMENTS * torch.get_num_threads()
         kernel = settings.kernel()
@@ -115,9 +113,8 @@ class HostAdam:
             updates = chain.from_iterable(update.pieces(limit) for update in updates)
             overlaps = True
         for batch in _batches(updates, limit if overlaps else math.inf):
-            self._update(
-                settings, partial(kernel, state_steps=[step] * len(batch)), batch
-            )
+            of_batch = partial(kernel, state_steps=[step] * len(batch))
+            self._update(settings, of_batch, batch)
             for update in batch:
                 if update.out is not None:
                     update.out.copy_(update.weights)

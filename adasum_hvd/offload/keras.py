@@ -53,10 +53,9 @@ class RateVector(LearningRateSchedule):
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
 class RateFunction(LearningRateSchedule):
-    """A learning rate or weight decay from any Python function of the step, counted from 0.
+    """A learning rate or weight decay (`of`) from any Python function of the step, counted from 0.
 
-    Keras calls its own callables without the step. In a graph the function also runs in every
-    step, as plain Python. `of` is "lr" or "weight_decay".
+    Keras calls its own callables without the step. In a graph it also runs as plain Python.
     """
 
     def __init__(self, function: Callable[[int], Any], of: str = "lr"):
@@ -109,11 +108,9 @@ def _schedule_of(name: str, value: Any) -> Any:
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")
 class AdamOffload(keras.optimizers.Optimizer):
-    """Adam on the host CPU, for variables on any device; as `adam.py` defines it.
+    """Adam on the host CPU, for variables on any device; docs/adam_offload.md, Keras.
 
-    A float32 (or float64) variable on the CPU is updated in place. Any other variable has a master
-    copy in float32 (float64 for float64) on the host, and is rounded from it in every step. If
-    other code has changed the variable, the step starts from the variable.
+    A variable that is not float32 or float64 on the CPU has a master copy on the host.
 
     Args:
         learning_rate: a number or a 0-d tensor; a 1-d tensor or iterable with a rate per step;
@@ -122,12 +119,10 @@ class AdamOffload(keras.optimizers.Optimizer):
             `use_nesterov` and `loss_scale`.
         use_locking: the kernel locks variable and moments while it updates them.
         weight_decay: L2 penalty >= 0, or the decoupled decay, except for variables with "beta"
-            or "gamma" in their path and those of `exclude_from_weight_decay()`; or a Keras
-            schedule, or a Python function of the step, counted from 0.
-        decoupled_weight_decay: decay the variables and not through their gradients, as
-            `keras.optimizers.AdamW` does.
-        **kwargs: as for every Keras optimizer: clipnorm, gradient_accumulation_steps, ...
-            Arguments of other Adams (amsgrad, ...) are accepted if they ask for this algorithm.
+            or "gamma" in their path and those of `exclude_from_weight_decay()`; or a schedule, as
+            of `learning_rate`.
+        decoupled_weight_decay: decay as `keras.optimizers.AdamW` does.
+        **kwargs: as for every Keras optimizer; or of other Adams, if they ask for this algorithm.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -261,7 +256,6 @@ class AdamOffload(keras.optimizers.Optimizer):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Return the optimizer of a configuration from :meth:`get_config`."""
-        decay = keras.saving.deserialize_keras_object(
-            config.get("weight_decay", 0.0), custom_objects
-        )
+        decay = config.get("weight_decay", 0.0)
+        decay = keras.saving.deserialize_keras_object(decay, custom_objects)
         return super().from_config({**config, "weight_decay": decay}, custom_objects)

@@ -19,6 +19,7 @@ import torch
 
 from adasum_hvd.base.frames import is_making_state
 from adasum_hvd.base.logging import logger
+from adasum_hvd.base.options import check_count
 from adasum_hvd.offload import adam, settings
 from adasum_hvd.offload.cores import hint_of_threads, thread_budget, threads
 from adasum_hvd.offload.host import Settings, Update
@@ -40,31 +41,26 @@ class AdamOffload(HostStateOptimizer):
     decay `g = gradient / loss_scale`, after `w = (1 - lr weight_decay) w`. All of it is float32
     (float64 for float64 parameters) in host memory: docs/adam_offload.md, Masters.
 
+    docs/adam_offload.md, Arguments, has more about them.
+
     Args:
-        params: parameters, (name, parameter) pairs, or param groups. A group may have "lr" and
-            "weight_decay"; a separate dict {"order_params": [...]} gives an order. Updates go
-            through the parameters in reverse order.
+        params: parameters, (name, parameter) pairs, or param groups; {"order_params": [...]} gives
+            an order, through which updates go backwards.
         lr: a number or a 0-d tensor; a 1-d tensor or finite iterable with a rate per step; or
-            a schedule, called with the step counted from 0. The last three set the group's
-            "lr" in each step, so do not combine them with torch's schedulers.
+            a schedule, called with the step counted from 0.
         beta1: decay rate of the first moment, a float in (0, 1).
         beta2: decay rate of the second moment, a float in (0, 1).
         eps: a float > 0, added to the square root of v.
-        use_locking: hold :attr:`lock` while weights and state change, so that a thread that
-            holds the lock reads complete steps only.
+        use_locking: hold :attr:`lock` while weights and state change.
         use_nesterov: use `beta1 m + (1 - beta1) g` instead of m.
-        weight_decay: L2 penalty >= 0, or the decoupled decay; or a schedule, as of `lr`. Without
-            groups, and given names, it leaves out the parameters with "beta" or "gamma" in their
-            names.
+        weight_decay: L2 penalty >= 0, or the decoupled decay; or a schedule, as of `lr`.
         loss_scale: factor of the loss, > 0.
         learning_rate: MindSpore's name of `lr`, which it overrides.
         betas: torch's name of (beta1, beta2), which it overrides.
         named_parameters: (name, parameter) pairs that name every parameter, for `weight_decay`.
         torch_eps: add eps to the bias-corrected root, as `torch.optim.Adam` does.
-        decoupled_weight_decay: decay the weights directly and not through gradients; with
-            `torch_eps=True` this is `torch.optim.AdamW`.
-        num_threads: threads of this rank's step; by default its share of the launcher's cores, at
-            most those that it is bound to, and as many as torch uses.
+        decoupled_weight_decay: decay the weights directly and not through gradients.
+        num_threads: of this rank's step; by default its share of the launcher's cores.
         verbose: log :meth:`plan` on rank 0, at INFO.
         **foreign: arguments of other Adams (amsgrad, use_lazy, use_offload, ...), accepted if
             they ask for this algorithm.
@@ -132,12 +128,8 @@ class AdamOffload(HostStateOptimizer):
                 "step": 0,
             }
         )
-        if num_threads is not None and (
-            type(num_threads) is not int or num_threads < 1
-        ):
-            raise ValueError(
-                f"AdamOffload: num_threads: expected an int >= 1, but got {num_threads!r}"
-            )
+        if num_threads is not None:
+            check_count("AdamOffload: num_threads", num_threads)
         # They apply to the whole optimizer, so the groups do not have them.
         self._use_locking = adam.check("use_locking", use_locking)
         self._num_threads = num_threads
@@ -154,8 +146,7 @@ class AdamOffload(HostStateOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group as torch does; its schedules go on with the step of the others.
 
-        Raises:
-            TypeError, ValueError, KeyError: as the constructor.
+        Raises as the constructor.
         """
         if not isinstance(param_group, dict):
             raise TypeError(
@@ -198,11 +189,8 @@ class AdamOffload(HostStateOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; return after the last one was written.
 
-        Args:
-            closure: evaluates the model again and returns the loss.
-
         Returns:
-            The closure's loss, or None.
+            The loss of `closure`, which evaluates the model again, or None.
 
         Raises:
             RuntimeError: a gradient is sparse; nothing has changed.
@@ -266,9 +254,8 @@ class AdamOffload(HostStateOptimizer):
             return
         counts = [self._state_of(param)["step"] for _, _, param in work]
         # A number instead of this tensor would take four times as long.
-        torch._foreach_add_(
-            counts, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1.0
-        )
+        one = torch.ones((), dtype=torch.float32, device="cpu")
+        torch._foreach_add_(counts, one, alpha=1.0)
         steps = torch.stack(counts).tolist()
 
         def shared(item: tuple[Item, float]) -> tuple[Any, ...]:
@@ -282,16 +269,14 @@ class AdamOffload(HostStateOptimizer):
         for key, run in groupby(zip(work, steps, strict=True), shared):
             number, decays, step, *dtypes = key
             group = self.param_groups[number]
-            yield (
-                Settings(
-                    group=group,
-                    decay=group["weight_decay"] if decays else 0.0,
-                    step=step,
-                    scale=group["loss_scale"] * grad_scale,
-                    converts=dtypes[0] != dtypes[1],
-                ),
-                (param for (_, _, param), _ in run),
+            of_all = Settings(
+                group=group,
+                decay=group["weight_decay"] if decays else 0.0,
+                step=step,
+                scale=group["loss_scale"] * grad_scale,
+                converts=dtypes[0] != dtypes[1],
             )
+            yield of_all, (param for (_, _, param), _ in run)
 
     def _update_of(self, param: torch.Tensor) -> Update:
         state = self.state[param]

@@ -88,10 +88,7 @@ def _listed(key: str, params: Any) -> list[Any]:
 def complete(
     group: Group, defaults: Group, names: dict[int, str] | None = None
 ) -> tuple[Group, list[str]]:
-    """Return one group, checked and completed from the defaults, and its parameters' names.
-
-    `names` are those of the argument `named_parameters`, by id.
-    """
+    """Return one group, completed from the defaults, and its parameters' names."""
     unknown = sorted(set(group) - _KNOWN - {*_MEANINGLESS})
     if unknown or "params" not in group:
         raise KeyError(

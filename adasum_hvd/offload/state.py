@@ -54,9 +54,8 @@ class HostStateOptimizer(torch.optim.Optimizer):
         elif state["exp_avg"].dtype != dtype:  # the model went to float64, or back
             state.update({k: v.to(dtype) for k, v in state.items() if k != "step"})
         if "master" not in state and not is_own_master(param):
-            state["master"] = torch.empty(param.shape, dtype=dtype, device="cpu").copy_(
-                param.detach()
-            )
+            master = torch.empty(param.shape, dtype=dtype, device="cpu")
+            state["master"] = master.copy_(param.detach())
         return state
 
     @torch.no_grad()
@@ -135,11 +134,8 @@ class HostStateOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return torch's state, and the arguments that are not in the groups."""
-        return {
-            **super().__getstate__(),
-            "_use_locking": self._use_locking,
-            "_num_threads": self._num_threads,
-        }
+        own = {"_use_locking": self._use_locking, "_num_threads": self._num_threads}
+        return {**super().__getstate__(), **own}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -150,18 +146,12 @@ class HostStateOptimizer(torch.optim.Optimizer):
             self._begin()
         for group in self.param_groups:
             for param in group["params"]:
-                values = self.state.get(param, {})
-                values = values() if callable(values) else values  # see _imported
-                self._set_state(param, old.get(param, {}), values, group["step"])
+                self._set_state(param, old.get(param, {}), group["step"])
         self._agreed.clear()
 
-    def _set_state(
-        self,
-        param: torch.Tensor,
-        home: dict[str, torch.Tensor],
-        values: dict[str, Any],
-        steps: int,
-    ) -> None:
+    def _set_state(self, param: torch.Tensor, home: dict[str, Any], steps: int) -> None:
+        values = self.state.get(param, {})
+        values = values() if callable(values) else values  # see _imported
         if not values and "master" not in home:
             self.state.pop(param, None)
             return
@@ -180,11 +170,9 @@ def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Schedules that are functions are omitted: they are part of the program, not of its state.
     """
-    param_groups = [
-        {key: value for key, value in group.items() if not callable(value)}
-        for group in state_dict["param_groups"]
-    ]
-    return {**state_dict, "param_groups": param_groups}
+    groups = state_dict["param_groups"]
+    saved = [{k: v for k, v in group.items() if not callable(v)} for group in groups]
+    return {**state_dict, "param_groups": saved}
 
 
 def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -195,9 +183,8 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = state_dict["state"]
     steps = [float(values["step"]) for values in state.values() if "step" in values]
     groups = []
-    for written, own in zip(
-        state_dict["param_groups"], optimizer.param_groups, strict=False
-    ):
+    saved = state_dict["param_groups"]
+    for written, own in zip(saved, optimizer.param_groups, strict=False):
         group = {key: value for key, value in written.items() if key != "order"}
         settings.drop_foreign(group)
         expected = own["decoupled_weight_decay"]
@@ -218,7 +205,7 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         values = state[place]
         _check_fits(place, values, params[place])
         hidden[place] = lambda values=values: values
-    groups += state_dict["param_groups"][len(groups) :]  # torch reports their number
+    groups += saved[len(groups) :]  # torch reports their number
     return {**state_dict, "state": hidden, "param_groups": groups}
 
 

@@ -114,9 +114,9 @@ def _verdict(found: list[Any]) -> str:
 
 
 def _draw(found: list[Any], target: Path) -> None:
-    if (pyplot := plot.pyplot_for_files()) is None:
+    if (figure := plot.new_figure(layout="constrained")) is None:
         return
-    figure, axes = pyplot.subplots(layout="constrained")
+    axes = figure.subplots()
     alone, counts = found[0].steps, sorted({one.workers for one in found})
     axes.plot(counts, [alone / n for n in counts], "k:", label="perfect scaling")
     for rule in dict.fromkeys(one.rule for one in found[1:]):
@@ -126,5 +126,4 @@ def _draw(found: list[Any], target: Path) -> None:
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.legend()
     figure.savefig(target, dpi=120)
-    pyplot.close(figure)
     print(f"picture: {target}")

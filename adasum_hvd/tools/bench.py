@@ -1,8 +1,5 @@
 """`adasum-hvd bench`: AdaSum against Horovod, torch DDP and a plain copy, in a minute.
 
-    adasum-hvd bench --output here.json
-    adasum-hvd bench compare here.json there.json
-
 All reductions take turns in one job, and the slowest rank's time counts. Trust the ratios of
 medians between operations of one job. `#wrong` counts tensors whose result differs from
 `adasum_hvd.reference` by more than one rounding.
@@ -22,8 +19,7 @@ from typing import Any
 from adasum_hvd import __version__
 from adasum_hvd.horovod.build import environment
 from adasum_hvd.horovod.preflight import has_mpi
-from adasum_hvd.tools import jobs, machine
-from adasum_hvd.tools.plot import pyplot_for_files
+from adasum_hvd.tools import jobs, machine, plot
 
 CASES: dict[str, list[int]] = {  # element counts of float32 tensors, reduced together
     "4 KB": [1000],
@@ -123,12 +119,10 @@ def measure(ranks: int, seconds: float) -> dict[str, Any]:
 
 def medians(measured: dict[str, Any]) -> dict[tuple[str, str, str], float]:
     """Return median seconds by case, backend and operation."""
-    return {
-        (row["case"], row["backend"], row["operation"]): statistics.median(
-            row["seconds"]
-        )
-        for row in measured["rows"]
-    }
+    rows = measured["rows"]
+    keys = [(row["case"], row["backend"], row["operation"]) for row in rows]
+    middle = [statistics.median(row["seconds"]) for row in rows]
+    return dict(zip(keys, middle, strict=True))
 
 
 def table(measured: dict[str, Any]) -> str:
@@ -179,12 +173,12 @@ def compare(words: list[str]) -> str:
 
 def draw(measured: dict[str, Any], target: Path) -> Path | None:
     """Draw the medians, a bar for each operation; return None without matplotlib."""
-    if (pyplot := pyplot_for_files()) is None:
+    if (figure := plot.new_figure(figsize=(9, 4), layout="tight")) is None:
         return None
     middle = medians(measured)
     series = list(dict.fromkeys((backend, name) for _, backend, name in middle))
     width = 0.8 / len(series)
-    figure, axes = pyplot.subplots(figsize=(9, 4))
+    axes = figure.subplots()
     for index, (backend, name) in enumerate(series):
         heights = [1e3 * middle.get((case, backend, name), 0) for case in CASES]
         left = (index - (len(series) - 1) / 2) * width
@@ -193,6 +187,5 @@ def draw(measured: dict[str, Any], target: Path) -> Path | None:
     axes.set_xticks(range(len(CASES)), list(CASES))
     axes.set(ylabel="ms (median)", yscale="log")
     axes.legend(fontsize=7)
-    figure.tight_layout()
     figure.savefig(target, dpi=110)
     return target

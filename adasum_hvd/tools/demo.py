@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         ) from None
     engine = arguments.engine or ("horovod" if findings.with_op() else "torch")
     backend = "gloo" if engine == "horovod" else "torchrun"
-    words = jobs.launcher(backend, arguments.ranks)
-    words += [sys.executable, "-m", "adasum_hvd.tools.torch_digits", engine]
-    words += [str(arguments.epochs), str(arguments.output)]
+    program = [sys.executable, "-m", "adasum_hvd.tools.torch_digits", engine]
+    given = str(arguments.epochs), str(arguments.output)
+    words = [*jobs.launcher(backend, arguments.ranks), *program, *given]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with supervisor.running(words, env=environment) as job:
         return job.wait()

@@ -1,8 +1,4 @@
-"""`adasum-hvd doctor`: explain an installation, reduce with it, and name the fixes.
-
-Exit status: 0 fine, 1 a part is not built or not installed, 2 a part does not load or start,
-3 results are wrong.
-"""
+"""`adasum-hvd doctor`: explain an installation, reduce with it, and name the fixes."""
 
 from __future__ import annotations
 
@@ -71,11 +67,9 @@ def launcher() -> DoctorFinding:
         return DoctorFinding("launcher", found, State.BROKEN, fix)
     if seen is None:
         return DoctorFinding("launcher", "none has started this process")
-    shown = [
-        launchers.name_with_numbers(one, os.environ)
-        for one in (seen.launcher, *seen.outer)
-    ]
-    return DoctorFinding("launcher", ", inside ".join(shown))
+    shown = functools.partial(launchers.name_with_numbers, environment=os.environ)
+    nested = map(shown, (seen.launcher, *seen.outer))
+    return DoctorFinding("launcher", ", inside ".join(nested))
 
 
 def distributed() -> DoctorFinding:
@@ -123,10 +117,9 @@ def _judged(
         found = f"{len(result['wrong'])} of {result['tried']} wrong: {', '.join(result['wrong'])}"
         fix = "report this with the output of `adasum-hvd doctor --json`"
         return DoctorFinding(subject, found, State.WRONG, fix)
-    return DoctorFinding(
-        subject,
-        f"{result['tried']} tensors over {result['ranks']} ranks equal the reference",
-    )
+    count, ranks = result["tried"], result["ranks"]
+    found = f"{count} tensors over {ranks} ranks equal the reference"
+    return DoctorFinding(subject, found)
 
 
 def _paths(framework: str, result: dict[str, Any]) -> Iterator[DoctorFinding]:
@@ -139,9 +132,8 @@ def _paths(framework: str, result: dict[str, Any]) -> Iterator[DoctorFinding]:
     )
     if machine.devices() and "nccl" not in result["built"]:
         found = "this Horovod has no NCCL: tensors of the devices go through the host"
-        yield DoctorFinding(
-            f"CUDA for {framework}", found, State.FINE, f"{BUILD} --gpu nccl"
-        )
+        fix = f"{BUILD} --gpu nccl"
+        yield DoctorFinding(f"CUDA for {framework}", found, fix=fix)
 
 
 def status(found: Sequence[DoctorFinding]) -> State:

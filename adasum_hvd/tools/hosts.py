@@ -1,8 +1,4 @@
-"""`adasum-hvd hosts`: from other programs' lists of hosts to horovodrun's -np, -H and hostfile.
-
-Input is an Ascend rank table (JSON), a hostfile, a list in the style of torchrun and horovodrun
-("node1:8,node2:8") or Slurm's compressed one ("node[01-12,17],login").
-"""
+"""`adasum-hvd hosts`: from other programs' lists of hosts to horovodrun's -np, -H and hostfile."""
 
 from __future__ import annotations
 

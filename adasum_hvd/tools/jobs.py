@@ -37,9 +37,8 @@ class JobError(RuntimeError):
 def launcher(backend: str, ranks: int) -> list[str]:
     """Return the launcher's part of a command, for "gloo", "mpi" or "torchrun" as backend."""
     if backend == "gloo":
-        return [
-            sys.executable, "-m", "adasum_hvd", "exec", "--nprocs", str(ranks), "--"
-        ]  # fmt: skip
+        words = [sys.executable, "-m", "adasum_hvd", "exec"]
+        return [*words, "--nprocs", str(ranks), "--"]
     if backend == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return [*words, "--nproc-per-node", str(ranks), "--no-python"]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from adasum_hvd import __version__
-from adasum_hvd.horovod.build import environment, nccl
+from adasum_hvd.horovod.build import environment, nccl, prerequisites
 from adasum_hvd.horovod.build.findings import DoctorFinding, State
 
 ROOT = Path("/")
@@ -32,23 +32,19 @@ def findings(hosts: Sequence[str] = (), root: Path = ROOT) -> Iterator[DoctorFin
 
 def description() -> str:
     """Return the processor's name and how many of them this process may use."""
-    models = re.findall(
-        r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M
-    )
-    name = models[0] if models else platform.processor()
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    name = model[1] if model else platform.processor()
     return f"{len(os.sched_getaffinity(0))} processors of {name or platform.machine()}"
 
 
 def _launchers() -> Iterator[DoctorFinding]:
     for name, package in (("horovodrun", "Horovod"), ("mpirun", "MPI")):
-        found = shutil.which(name)
-        installed = shutil.which(name, path=environment.scripts_path())
-        if found:
+        if found := shutil.which(name):
             fix = _flags_of_horovodrun() if name == "horovodrun" else ""
             yield DoctorFinding(name, found, fix=fix)
-        elif installed:
+        elif installed := shutil.which(name, path=environment.scripts_path()):
             fix = f"activate the environment: its {name} is {installed}"
-            yield DoctorFinding(name, "not on PATH", State.FINE, fix)
+            yield DoctorFinding(name, "not on PATH", fix=fix)
         else:
             yield DoctorFinding(name, f"none ({package} brings it)")
 
@@ -58,10 +54,8 @@ def _flags_of_horovodrun() -> str:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return ""
-    shown = subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, check=False
-    )
-    version = re.search(r"\(Open MPI\) (\d+)", shown.stdout)
+    shown = prerequisites.printed(mpirun, "--version", check=False)
+    version = re.search(r"\(Open MPI\) (\d+)", shown)
     if version is None or int(version[1]) < 5:
         return ""
     return (
@@ -74,7 +68,7 @@ def quota(root: Path = ROOT) -> float | None:
     """Return the number of processors that control groups grant this process, None for all.
 
     Those that hold it and all above them, of version 2 and 1; a container sees its own as the
-    root, while its path may be the one outside. As the op does (`processor_quota.cc`).
+    root, while its path may be the one outside. As the op does (`host/processors.cc`).
     """
     membership = root / "proc/self/cgroup"
     lines = membership.read_text().splitlines() if membership.exists() else []
@@ -109,13 +103,11 @@ def _granted(folder: Path) -> float | None:
 
 def _processors(root: Path) -> Iterator[DoctorFinding]:
     mine, granted = len(os.sched_getaffinity(0)), quota(root)
-    found = f"{mine} of {os.cpu_count()}"
+    found, fix = f"{mine} of {os.cpu_count()}", ""
     if granted is not None and granted < mine:
         found += f", of which a control group grants {granted:g}"
         fix = f"start at most {max(1, int(granted))} ranks here, or raise the quota"
-        yield DoctorFinding("processors", found, State.FINE, fix)
-    else:
-        yield DoctorFinding("processors", found)
+    yield DoctorFinding("processors", found, fix=fix)
 
 
 def _autogroup(root: Path) -> Iterator[DoctorFinding]:
@@ -159,13 +151,11 @@ def over_ssh(host: str) -> DoctorFinding:
             timeout=_SSH_SECONDS, check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        return DoctorFinding(
-            subject, "no ssh here", State.BROKEN, "install openssh-client"
-        )
+        fix = "install openssh-client"
+        return DoctorFinding(subject, "no ssh here", State.BROKEN, fix)
     except subprocess.TimeoutExpired:
-        return DoctorFinding(
-            subject, f"no response in {_SSH_SECONDS} s", State.BROKEN, fix
-        )
+        late = f"no response in {_SSH_SECONDS} s"
+        return DoctorFinding(subject, late, State.BROKEN, fix)
     lines = (shown.stdout or shown.stderr).strip().splitlines()
     last = lines[-1] if lines else f"exit status {shown.returncode}"
     if shown.returncode == 255:  # ssh's own

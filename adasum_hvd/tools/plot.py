@@ -31,16 +31,13 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"picture: {target}")
 
 
-def pyplot_for_files() -> Any:
-    """Return matplotlib's pyplot, which opens no window, or None if it is not installed."""
+def new_figure(**arguments: Any) -> Any:
+    """Return a new figure of matplotlib, without a window, or None if it is not installed."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return Figure(**arguments)
 
 
 def draw(found: list[dict[str, Any]], target: Path) -> None:
@@ -50,23 +47,16 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
     """
     import numpy as np
 
-    pyplot = pyplot_for_files()
-    if pyplot is None:
-        raise ValueError("expected matplotlib, but got none; pip install matplotlib")
     names = list(dict.fromkeys(name for one in found for name in one["tensors"]))
-    steps = [one["step"] for one in found]
-    values = np.array(
-        [
-            [one["tensors"].get(name, {}).get("orthogonality") for one in found]
-            for name in names
-        ],
-        float,
-    )
-    joined = found[-1]["joined"]
     height = 3 + 0.16 * min(len(names), _MOST_LABELS)
-    figure, (above, below) = pyplot.subplots(
-        2, figsize=(9, 3 + height), height_ratios=[height, 3], layout="constrained"
-    )
+    figure = new_figure(figsize=(9, 3 + height), layout="constrained")
+    if figure is None:
+        raise ValueError("expected matplotlib, but got none; pip install matplotlib")
+    above, below = figure.subplots(2, height_ratios=[height, 3])
+    tensors, steps = [one["tensors"] for one in found], [one["step"] for one in found]
+    drawn = [[t.get(name, {}).get("orthogonality") for t in tensors] for name in names]
+    values = np.array(drawn, float)
+    joined = found[-1]["joined"]
     last = steps[-1] - steps[-2] if steps[1:] else 1
     edges = [*steps, steps[-1] + last]
     mesh = above.pcolormesh(
@@ -85,4 +75,3 @@ def draw(found: list[dict[str, Any]], target: Path) -> None:
     below.axhline(1 / joined, linestyle=":", linewidth=0.8, color="grey")
     below.legend(loc="lower right")
     figure.savefig(target, dpi=120)
-    pyplot.close(figure)

@@ -56,11 +56,8 @@ def compared(
     `reduce` returns the AdaSum of all ranks' arrays of a name, `gather` all ranks' objects.
     """
     tried = inputs(ranks)
-    wrong = [
-        name
-        for name, tensors in tried.items()
-        if not is_right(reduce(name, tensors[rank]), tensors)
-    ]
+    right = {k: is_right(reduce(k, own[rank]), own) for k, own in tried.items()}
+    wrong = [name for name, is_equal in right.items() if not is_equal]
     names = sorted({name for of_rank in gather(wrong) for name in of_rank})
     return {"rank": rank, "ranks": ranks, "tried": len(tried), "wrong": names}
 
@@ -123,9 +120,14 @@ def main() -> None:
         traceback.print_exception(error)
         found = {"error": f"{type(error).__name__}: {error}"}
     if not found.get("rank"):
-        partial = Path(f"{output}.{os.getpid()}")
-        partial.write_text(json.dumps(found))
-        partial.rename(output)
+        write(found, output)
+
+
+def write(found: Any, output: str) -> None:
+    """Write a job's result, whole or not at all."""
+    partial = Path(f"{output}.{os.getpid()}")
+    partial.write_text(json.dumps(found))
+    partial.rename(output)
 
 
 if __name__ == "__main__":

@@ -188,9 +188,7 @@ def table(phases: list[Phase], microseconds: int) -> str:
 
 def as_json(phases: list[Phase], microseconds: int) -> str:
     """Return the same as JSON, times in microseconds."""
-    names = "count", "microseconds", "bytes"
-    listed = [
-        {"phase": phase.name, **{name: getattr(phase, name) for name in names}}
-        for phase in phases
-    ]
+    names = "phase", "count", "microseconds", "bytes"
+    rows = ((one.name, one.count, one.microseconds, one.bytes) for one in phases)
+    listed = [dict(zip(names, row, strict=True)) for row in rows]
     return json.dumps({"microseconds": microseconds, "phases": listed}, indent=1)

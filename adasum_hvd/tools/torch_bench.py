@@ -6,12 +6,10 @@ python -m adasum_hvd.tools.torch_bench CASES SECONDS on|off OUTPUT
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as horovod_ops
@@ -19,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import adasum_hvd.torch as hvd
+from adasum_hvd.tools import selfcheck
 from adasum_hvd.tools.bench import OURS
-from adasum_hvd.tools.selfcheck import is_right
 
 FEWEST, MOST = 5, 1000
 _CHECKED = 50_000  # elements of a tensor that are compared with the reference
@@ -47,23 +45,21 @@ def operations(
     case: str, tensors: list[torch.Tensor], ours: bool
 ) -> dict[str, Operation]:
     """Return the operations to measure, by name; each reduces `tensors` in place."""
+
+    def reduction(module: Any, op: Any, name: str) -> Operation:
+        return partial(reduce_all, module, op, f"{case}.{name}", tensors)
+
     if not ours:
-        return {
-            "Horovod AdaSum": lambda: reduce_all(
-                horovod_ops, horovod_ops.Adasum, f"{case}.horovod_ops", tensors
-            )
-        }
+        of_horovod = reduction(horovod_ops, horovod_ops.Adasum, "horovod_ops")
+        return {"Horovod AdaSum": of_horovod}
     source = torch.randn(sum(tensor.numel() for tensor in tensors))
-    target = torch.empty_like(source)
     found: dict[str, Operation] = {
-        OURS: lambda: reduce_all(hvd, hvd.Adasum, f"{case}.adasum", tensors),
-        "Horovod Average": lambda: reduce_all(
-            horovod_ops, horovod_ops.Average, f"{case}.average", tensors
-        ),
-        "copy": lambda: target.copy_(source),
+        OURS: reduction(hvd, hvd.Adasum, "adasum"),
+        "Horovod Average": reduction(horovod_ops, horovod_ops.Average, "average"),
+        "copy": partial(torch.empty_like(source).copy_, source),
     }
     if dist.is_initialized():
-        found["torch DDP, Gloo"] = lambda: _ddp_all(tensors)
+        found["torch DDP, Gloo"] = partial(_ddp_all, tensors)
     return found
 
 
@@ -76,7 +72,7 @@ def wrong(case: str, sizes: list[int]) -> int:
         ]
         name = f"{case}.wrong.{index}"
         actual = hvd.allreduce(inputs[hvd.rank()], op=hvd.Adasum, name=name).numpy()
-        count += not is_right(actual, [tensor.numpy() for tensor in inputs])
+        count += not selfcheck.is_right(actual, [tensor.numpy() for tensor in inputs])
     return count
 
 
@@ -129,7 +125,7 @@ def _join_process_group() -> None:
 def main() -> None:
     """Measure all cases; rank 0 writes the slowest rank's times."""
     cases, seconds = json.loads(sys.argv[1]), float(sys.argv[2])
-    ours, output = sys.argv[3] == "on", Path(sys.argv[4])
+    ours, output = sys.argv[3] == "on", sys.argv[4]
     hvd.init()
     torch.set_num_threads(1)
     backend = "mpi" if horovod_ops.mpi_enabled() else "gloo"
@@ -144,9 +140,7 @@ def main() -> None:
             row = {"case": case, "backend": backend, "operation": name}
             rows.append({**row, "seconds": list(slowest), "wrong": off})
     if hvd.rank() == 0:
-        partial = output.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(rows))
-        partial.rename(output)
+        selfcheck.write(rows, output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """The program of a rank in `adasum-hvd demo`: LeNet-5 on scikit-learn's handwritten digits.
 
 python -m adasum_hvd.tools.torch_digits horovod|torch EPOCHS OUTPUT
-
-Every reduction starts from the same weights and uses the learning rate that is best for one
-process (docs/convergence.md).
 """
 
 from __future__ import annotations
@@ -32,8 +29,9 @@ OPS = ("sum", "average", "adasum-grad", "adasum-delta")
 WATCHED, RECORDS = "adasum-grad", "demo-monitor.jsonl"  # of hvd.AdasumMonitor
 EVERY = 2  # steps between two records of the monitor
 Trained = tuple[nn.Module, Any, Any]
+Records = Path | None
 BATCH_SIZE = 32  # images per rank and step
-RATE = 0.03  # for one process, and not scaled
+RATE = 0.03  # the best for one process (docs/convergence.md), and not scaled
 SEED = 42
 TARGET_ACCURACY = 0.95
 
@@ -65,7 +63,7 @@ class Engine(NamedTuple):
     local: tuple[int, int]  # this rank's number on its host, and of how many
     # Of a model, an optimizer, an op's name and a monitor's file or None. Returns the model and the
     # optimizer with that reduction, and the monitor or None.
-    train: Callable[[nn.Module, Any, str, Path | None], Trained]
+    train: Callable[[nn.Module, Any, str, Records], Trained]
     check_replicas: Callable[[nn.Module], bool]
     shut_down: Callable[[], None]
 
@@ -74,9 +72,7 @@ def horovod() -> Engine:
     """Return Horovod's op with `DistributedOptimizer`. Collective."""
     import adasum_hvd.torch as hvd
 
-    def train(
-        model: nn.Module, optimizer: Any, op: str, records: Path | None
-    ) -> Trained:
+    def train(model: nn.Module, optimizer: Any, op: str, records: Records) -> Trained:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
         return model, wrapped, records and hvd.AdasumMonitor(wrapped, EVERY, records)
@@ -92,9 +88,7 @@ def torch_distributed() -> Engine:
 
     from adasum_hvd import distributed
 
-    def train(
-        model: nn.Module, optimizer: Any, op: str, records: Path | None
-    ) -> Trained:
+    def train(model: nn.Module, optimizer: Any, op: str, records: Records) -> Trained:
         if op == "adasum-delta":
             distributed.reduce_changes(optimizer)
             return model, optimizer, None
@@ -186,9 +180,8 @@ def train(engine: Engine, op: str, epochs: int, output: Path) -> Result:
         first = (index * engine.size + engine.rank) * BATCH_SIZE
         mine = shuffled[first : first + BATCH_SIZE]
         optimizer.zero_grad()
-        functional.cross_entropy(
-            reduced(train_images[mine]), train_labels[mine]
-        ).backward()
+        logits = reduced(train_images[mine])
+        functional.cross_entropy(logits, train_labels[mine]).backward()
         optimizer.step()
         if engine.rank == 0 and ((step + 1) % every == 0 or step + 1 == steps):
             with torch.no_grad():
@@ -211,19 +204,16 @@ def report(results: list[Result], output: Path, ranks: int) -> None:
     print(f"{'reduction':14s} {'test accuracy':>13s} {'steps to ' + percent:>13s} "
           f"{'seconds':>8s}  replicas identical")  # fmt: skip
     for result in results:
-        steps = (
-            "never" if result.steps_to_target is None else str(result.steps_to_target)
-        )
         print(
-            f"{result.op:14s} {result.accuracy:13.3f} {steps:>13s} {result.seconds:8.1f}  "
-            f"{'yes' if result.identical else 'NO'}"
+            f"{result.op:14s} {result.accuracy:13.3f} {result.steps_to_target or 'never':>13} "
+            f"{result.seconds:8.1f}  {'yes' if result.identical else 'NO'}"
         )
     table = output / "demo.json"
     table.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    if (pyplot := plot.pyplot_for_files()) is None:
+    if (figure := plot.new_figure(figsize=(8, 5))) is None:
         print(f"\nresults: {table} (no picture: matplotlib is not installed)")
         return
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    axes = figure.subplots()
     for result in results:
         axes.plot(*zip(*result.curve, strict=True), label=result.op)
     axes.axhline(TARGET_ACCURACY, color="grey", linewidth=0.8, linestyle=":")

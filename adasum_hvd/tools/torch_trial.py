@@ -165,11 +165,8 @@ class Trial:
             if is_over or loss <= target:
                 break
         lowest = min(curve)
-        goal = (
-            target
-            if target > -math.inf
-            else lowest + (1 - GAIN) * (self._first - lowest)
-        )
+        most = lowest + (1 - GAIN) * (self._first - lowest)
+        goal = target if target > -math.inf else most
         steps = next((step for loss, step in curve.items() if loss <= goal), 0)
         return Run(workers, name, steps, taken, goal if steps else lowest)
 

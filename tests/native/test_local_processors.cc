@@ -48,7 +48,7 @@ void CrowdedOn(int processors) {
       std::string why_not;
       const auto group = Join(board, rank, ranks, LocalSettings(), why_not);
       Check(group != nullptr, why_not);
-      Check(group->crowded == (ranks > processors),
+      Check(group->Crowded() == (ranks > processors),
             std::to_string(ranks) + " ranks on " + std::to_string(processors) + " processors");
     });
   }

@@ -217,6 +217,6 @@ def test_plot_without_a_file_or_matplotlib(tmp_path, capsys, monkeypatch) -> Non
     file = written(tmp_path / "run.jsonl", record(1, a=0.5))
     assert cli.main(["plot", str(file), "-o", str(tmp_path / "a.nosuch")]) == 1
     assert "nosuch" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["plot", str(file)]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err

@@ -4,8 +4,6 @@
 #include <random>
 #include <stdexcept>
 
-#include "host/handshake.h"
-
 namespace adasum_hvd {
 
 int64_t RingBytes(int ranks) {
@@ -45,6 +43,8 @@ std::unique_ptr<LocalGroup> MakeLocalGroup(int rank, const std::vector<int>& glo
   group->settings.ring_bytes = settings.ring_bytes > 0 ? settings.ring_bytes : RingBytes(size);
   group->mine = std::make_unique<LocalSegment>(size, group->settings.ring_bytes);
   group->file = group->shares ? SharedFile::OfThisProcess() : nullptr;
+  group->nonce = static_cast<int>(std::random_device()() & 0x7fffffff);
+  group->listening = Listen(size, group->name);
   return group;
 }
 
@@ -53,16 +53,12 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
                                               const LocalSettings& settings, const AllgatherTwo& allgather,
                                               std::string& why_not) {
   std::unique_ptr<LocalGroup> group;
-  int name = kNoName;
-  Descriptor listening;
-  const int nonce = static_cast<int>(std::random_device()() & 0x7fffffff);
   try {
     group = MakeLocalGroup(member, global_ranks, settings);
-    listening = Listen(static_cast<int>(members.size()), name);
   } catch (const std::exception& error) {
     why_not = error.what();
   }
-  const std::vector<int> all = allgather(name, nonce);
+  const std::vector<int> all = allgather(group ? group->name : kNoName, group ? group->nonce : 0);
   std::vector<int> names, nonces;
   for (int rank : members) {
     names.push_back(all[2 * rank]);
@@ -72,14 +68,12 @@ std::unique_ptr<LocalGroup> ConnectLocalRanks(const std::vector<int>& members, i
   bool joined = std::find(names.begin(), names.end(), kNoName) == names.end();
   try {
     if (joined) {
-      Handshake(*group, listening.value(), names, nonces).Run();
-      group->crowded = group->Crowded();
+      ConnectPeers(*group, names, nonces);
     }
   } catch (const std::exception& error) {
     joined = false;
     why_not = error.what();
   }
-  listening = Descriptor(); // ranks that this one has dropped need not wait for it
   const std::vector<int> outcomes = allgather(joined, 0);
   bool all_joined = true;
   for (size_t k = 0; k < outcomes.size(); k += 2) {

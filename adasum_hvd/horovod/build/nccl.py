@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from adasum_hvd.horovod.build.prerequisites import printed
+
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 # From site-packages/horovod/<framework>, where the built libraries are installed.
 RPATH = "$ORIGIN/../../nvidia/nccl/lib"
@@ -62,10 +64,8 @@ def torch_has_cuda() -> bool:
         torch = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
         return False
-    needs = torch.requires or []
-    return "+cu" in torch.version or any(
-        n.startswith(("nvidia-", "cuda-")) for n in needs
-    )
+    needs = any(n.startswith(("nvidia-", "cuda-")) for n in torch.requires or [])
+    return needs or "+cu" in torch.version
 
 
 def nccl_home() -> Path:
@@ -86,20 +86,15 @@ def nccl_home() -> Path:
 
 def nvcc_version(home: Path) -> str:
     """Return the release of the nvcc in `home`, such as "13.0"."""
-    shown = subprocess.run(
-        [str(home / "bin" / "nvcc"), "--version"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    match = re.search(r"release (\d+\.\d+)", shown.stdout)
+    shown = printed(str(home / "bin" / "nvcc"), "--version")
+    match = re.search(r"release (\d+\.\d+)", shown)
     return match[1] if match else "unknown"
 
 
 def torch_devices(nvcc: str) -> str:
     """Return the installed torch's compute capabilities, if this release of nvcc fits: "75,80"."""
-    shown = subprocess.run(
-        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=True
-    )
-    cuda, flags = (shown.stdout.splitlines() + ["", ""])[:2]
+    shown = printed(sys.executable, "-c", _ASK_TORCH)
+    cuda, flags = (shown.splitlines() + ["", ""])[:2]
     if not cuda:
         raise Missing(
             "expected torch built with CUDA, but got a CPU build; install torch from an index "
@@ -149,9 +144,8 @@ def versions(chosen: Mapping[str, str]) -> str:
     if chosen.get("HOROVOD_GPU_OPERATIONS") != "NCCL":
         return f"nvcc {nvcc}"
     header = Path(chosen.get("HOROVOD_NCCL_HOME", ""), "include", "nccl.h")
-    code = header.exists() and re.search(
-        r"NCCL_VERSION_CODE\s+(\d+)", header.read_text(errors="replace")
-    )
+    text = header.read_text(errors="replace") if header.exists() else ""
+    code = re.search(r"NCCL_VERSION_CODE\s+(\d+)", text)
     return f"nvcc {nvcc}, NCCL {code[1] if code else 'of the system'}"
 
 
@@ -162,10 +156,8 @@ def build_variables(chosen: Mapping[str, str], target: Path) -> dict[str, str]:
         "CUDA_HOME": home,  # torch's CMake and Horovod's nvcc flags read these
         "PATH": os.pathsep.join([str(Path(home, "bin")), chosen["PATH"]]),
     }
-    if "HOROVOD_NCCL_HOME" in chosen:
-        found["HOROVOD_NCCL_HOME"] = str(
-            _linkable(Path(chosen["HOROVOD_NCCL_HOME"]), target)
-        )
+    if given := chosen.get("HOROVOD_NCCL_HOME"):
+        found["HOROVOD_NCCL_HOME"] = str(_linkable(Path(given), target))
     return found
 
 

@@ -19,6 +19,11 @@ OLDEST, NEWEST = (3, 10), (3, 13)
 _PROBE = "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
 
 
+def printed(*words: str, check: bool = True) -> str:
+    """Return a command's standard output; if it must succeed (`check`), raise if it fails."""
+    return subprocess.run(words, capture_output=True, text=True, check=check).stdout
+
+
 def compiler() -> str | None:
     """Return the C++ compiler in use: `$CXX`, else the first of c++, g++, clang++."""
     chosen = os.environ.get("CXX")
@@ -37,12 +42,9 @@ def _standard() -> int:
 
 
 def _compiles(cxx: str, standard: int) -> bool:
+    command = [cxx, f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"]
     probe = subprocess.run(
-        [cxx, f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"],
-        input=_PROBE,
-        text=True,
-        capture_output=True,
-        check=False,
+        command, input=_PROBE.encode(), capture_output=True, check=False
     )
     return probe.returncode == 0
 

@@ -132,9 +132,8 @@ def _extract(sdist: Path, tree: Path) -> None:
     for folder in (tree, partial):
         shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(sdist) as archive:
-        if sys.version_info >= (3, 12):
-            archive.extractall(partial, filter="data")
-        else:
-            archive.extractall(partial)
+        # Older releases of Python have no filters.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(partial)
     (partial / tree.name).rename(tree)
     partial.rmdir()

@@ -1,10 +1,9 @@
 """The rendezvous of an elastic job's ranks, before Horovod connects them.
 
-Horovod's own rendezvous runs in its background thread, where an exception ends the process: if
-one rank needs more than 30 s to start, dies meanwhile, or has lost its slot, all ranks that wait
-for it abort, and the job ends. Here the ranks wait in Python, through horovodrun's key-value
-server. Rank 0 writes "go" when all ranks have arrived. If a rank is missing it writes "again",
-and every rank requests a new assignment; horovodrun replies when each rank has asked or ended.
+An exception in Horovod's own would end the process: docs/elastic.md, Differences. Here the ranks
+wait in Python, through horovodrun's key-value server. Rank 0 writes "go" when all ranks have
+arrived. If a rank is missing it writes "again", and every rank requests a new assignment;
+horovodrun replies when each rank has asked or ended.
 
 References:
     Horovod 0.28.1: runner/elastic/rendezvous.py, runner/http/http_server.py and
@@ -45,9 +44,8 @@ class _Server:
 
         A request that waits for other ranks has no time limit, and logs a warning every minute.
         """
-        connection = http.client.HTTPConnection(
-            self._address, self._port, timeout=REQUEST_SECONDS
-        )
+        at = self._address, self._port
+        connection = http.client.HTTPConnection(*at, timeout=REQUEST_SECONDS)
         try:
             connection.request(method, path, body)
             waited = 0.0

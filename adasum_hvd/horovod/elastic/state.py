@@ -1,13 +1,7 @@
 """Elastic jobs in every framework: the state that ranks share, and the loop around failures.
 
-The classes and the order of events are Horovod's. Three differences fix lost work and waits:
-
-- after a change all ranks always synchronize from the rank with the newest commit;
-- when hosts come or go, trained weights and the state's attributes are kept;
-- a host update that arrives during a restart, or within a second of another one, is kept.
-
-References:
-    Horovod 0.28.1's elastic API; docs/elastic.md.
+The classes and the order of events are Horovod's. docs/elastic.md has the differences, which fix
+lost work and waits.
 """
 
 from __future__ import annotations
@@ -28,11 +22,8 @@ Result = TypeVar("Result")
 class SharedState(ObjectState):
     """The first base class of a framework's state: all ranks get the newest committed state.
 
-    An attribute with `state_dict()` and `load_state_dict()` stays the object that it is, and gets
-    the committed state. Every other one is replaced by a copy of its committed value.
-
-    When a rank dies during a commit, some of the other ranks have finished it and some have not,
-    so ranks count their commits.
+    docs/elastic.md, What a state holds. When a rank dies during a commit, some of the other ranks
+    have finished it and some have not, so ranks count their commits.
     """
 
     _commits = 0  # of this rank's state, including synchronizations; 0 for a new rank
@@ -80,8 +71,7 @@ class SharedState(ObjectState):
     def save(self) -> None:
         """Commit the current state, without checking for host updates.
 
-        Raises:
-            TypeError: an attribute cannot be pickled, or refers to a model or optimizer.
+        Raises TypeError for an attribute that cannot be pickled, or refers to a model or optimizer.
         """
         self._commit()
         super().save()
@@ -138,14 +128,10 @@ class SharedState(ObjectState):
                 )
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt if any rank has received a host update.
+        """Raise HostsUpdatedInterrupt on every rank if any has received a host update.
 
         Horovod's method checks rank 0 only, and drops updates within a second of the last one.
-
         Collective: every rank; blocks.
-
-        Raises:
-            HostsUpdatedInterrupt: hosts come or go; on every rank.
         """
         updates = HostUpdateResult.no_update
         while not self._host_messages.empty():
@@ -169,12 +155,9 @@ def running(
 ) -> Callable[..., Result]:
     """Return `func` as a function that continues when ranks die, leave or join.
 
-    Args:
-        func: its first argument is the state.
-        shutdown: ends Horovod.
-        start: starts it, with `again=True` with the job's current ranks.
-        is_failure: whether an error means that another rank has died, so that this rank
-            continues from its last commit. Other errors are raised.
+    Its first argument is the state. `shutdown` ends Horovod, and `start(again=True)` starts it with
+    the job's current ranks. If an error means that another rank has died (`is_failure`), this rank
+    continues from its last commit. Other errors are raised.
     """
 
     @functools.wraps(func)
@@ -194,9 +177,8 @@ def running(
                 except HostsUpdatedInterrupt:
                     state.save()
                 except Exception as error:
-                    if not (
-                        isinstance(error, HorovodInternalError) or is_failure(error)
-                    ):
+                    is_internal = isinstance(error, HorovodInternalError)
+                    if not (is_internal or is_failure(error)):
                         raise
                     state.restore()
                 is_first = False

@@ -57,17 +57,8 @@ def assign(infos: Sequence[RankInfo]) -> list[Slot]:
     for rank in range(len(infos)):
         host, local_rank = local[rank]
         across = [key for key, ranks in hosts.items() if len(ranks) > local_rank]
-        slots.append(
-            Slot(
-                rank,
-                len(infos),
-                local_rank,
-                len(hosts[host]),
-                across.index(host),
-                len(across),
-                names[host],
-            )
-        )
+        here = local_rank, len(hosts[host]), across.index(host), len(across)
+        slots.append(Slot(rank, len(infos), *here, names[host]))
     return slots
 
 

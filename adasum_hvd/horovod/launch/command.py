@@ -53,16 +53,10 @@ def run(command: list[str], processes: int | None) -> int:
 def _local(processes: int) -> list[dict[str, str]]:
     """Start a rendezvous server; return the environments of ranks on this host."""
     name, stays = socket.gethostname(), Route("127.0.0.1", "127.0.0.1")
-    contexts = [
-        LaunchContext("adasum-hvd exec", rank, processes, "127.0.0.1")
-        for rank in range(processes)
-    ]
-    infos = [RankInfo(context, name, stays) for context in contexts]
-    reply = variables.serve(infos)
-    return [
-        {**os.environ, **variables.variables_of(reply, rank, os.environ)}
-        for rank in range(processes)
-    ]
+    ranks = range(processes)
+    place = [LaunchContext("adasum-hvd exec", r, processes, "127.0.0.1") for r in ranks]
+    reply = variables.serve([RankInfo(context, name, stays) for context in place])
+    return [os.environ | variables.variables_of(reply, r, os.environ) for r in ranks]
 
 
 def _typed() -> int:

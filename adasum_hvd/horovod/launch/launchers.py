@@ -41,17 +41,14 @@ class Launcher:
     level: int  # launchers of a higher level start those of a lower one
     rank: tuple[str, ...]  # the rank's number; the first that is set counts
     size: str  # ranks in the job
-    local_rank: str = (
-        ""  # the rank's number on its host; "" if there is no such variable
-    )
+    local_rank: str = ""  # the rank's number on its host; "" if there is none
     local_size: str = ""  # ranks on this host
     cross_rank: str = ""  # this host's number
     cross_size: str = ""  # hosts in the job
     hosts: str = ""  # a list of the hosts, in the order of their ranks
     job: tuple[str, ...] = ()  # variables that together name the job, and no other one
-    signs: tuple[
-        str, ...
-    ] = ()  # any of them shows the launcher; by default, those of the rank
+    # Any of them shows the launcher; by default, those of the rank.
+    signs: tuple[str, ...] = ()
     only_with: str = ""  # a variable that it always sets, too
     required: tuple[str, ...] = ()  # of several ranks, in addition to rank and size
     remedy: str = "export them on all ranks"  # if a variable is missing or wrong
@@ -72,13 +69,10 @@ class Launcher:
 
     def depth(self, environment: Environment, chain: Sequence[Process]) -> int:
         """Return where the launcher is in a chain of processes: after those that it started."""
-        names = {*self.rank, self.local_rank, self.cross_rank}
-        names |= {*self.job, *self.signs}
-        for depth, process in enumerate(chain):
-            has_these = all(
-                process.environment.get(name) == environment.get(name) for name in names
-            )
-            if process.name in self.daemons or not has_these:
+        names = *self.rank, self.local_rank, self.cross_rank, *self.job, *self.signs
+        for depth, (_, process, own) in enumerate(chain):
+            has_these = all(own.get(name) == environment.get(name) for name in names)
+            if process in self.daemons or not has_these:
                 return depth
         return len(chain)
 
@@ -257,13 +251,8 @@ def _row(
     # srun's daemon has another environment than srun, so that its depth tells nothing.
     is_task = depth and environment.get(launcher.task) == str(chain[depth - 1].pid)
     level = -1 if is_task else launcher.level
-    return _Row(
-        depth,
-        level,
-        launcher,
-        environment.get(launcher.rank_variable(environment)),
-        size,
-    )
+    rank = environment.get(launcher.rank_variable(environment))
+    return _Row(depth, level, launcher, rank, size)
 
 
 @dataclass(frozen=True)
@@ -282,13 +271,9 @@ class Seen:
 
     def is_read_by(self, mpi: str) -> bool:
         """Return whether an MPI library of a family learns this rank's number."""
-        names = {
-            name
-            for one in self.equal
-            for name in one.rank
-            if self.environment.get(name)
-        }
-        return self.launcher.has_mpi and not names.isdisjoint(_READ_BY_MPI.get(mpi, ()))
+        names = {name for one in self.equal for name in one.rank}
+        read = names.intersection(_READ_BY_MPI.get(mpi, ()))
+        return self.launcher.has_mpi and any(map(self.environment.get, read))
 
 
 def innermost(

@@ -8,6 +8,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -53,15 +54,12 @@ class HttpStore:
     ) -> bytes | None:
         """Return the server's response; None if it has no value or does not run yet."""
         connection = http.client.HTTPConnection(self._host, port, timeout=5)
-        try:
+        with closing(connection), suppress(OSError, http.client.HTTPException):
             connection.request(method, f"/{self._scope}/{key}", body)
             response = connection.getresponse()
             content = response.read()
             return content if response.status == http.client.OK else None
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
+        return None
 
     def _until_there(self, method: str, key: str, body: str | None = None) -> bytes:
         limit = time.monotonic() + self._timeout_seconds

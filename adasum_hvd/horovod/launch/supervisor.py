@@ -32,9 +32,6 @@ def start(words: Sequence[str], **arguments: Any) -> subprocess.Popen[Any]:
     all that is left `GRACE_SECONDS` later. It ends with the command's status, 128 plus its number
     for a signal. After a signal or a status that is not 0 it first kills what the command has
     left. The end of the thread that calls this function is a SIGTERM.
-
-    Args:
-        **arguments: of `subprocess.Popen`.
     """
     # Without `site`, whose packages may take long to load.
     supervisor = [sys.executable, "-S", __file__, str(os.getpid())]
@@ -43,12 +40,9 @@ def start(words: Sequence[str], **arguments: Any) -> subprocess.Popen[Any]:
 
 @contextmanager
 def running(words: Sequence[str], **arguments: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a command in a session of its own, and end it with the block.
+    """Start a command in a session of its own, without standard input, and end it with the block.
 
     In the main thread, SIGTERM and SIGHUP raise SystemExit in the block.
-
-    Args:
-        **arguments: of `subprocess.Popen`; standard input is empty.
     """
     arguments = {"stdin": subprocess.DEVNULL, "start_new_session": True, **arguments}
     with _signals_raise(), start(words, **arguments) as process:

@@ -76,11 +76,8 @@ def serve(infos: Sequence[RankInfo]) -> Reply:
     # With the slots, the server would clear a scope after it has counted them. It sometimes
     # counts wrong, and a later start then finds old addresses. Without, each rank deletes its own.
     server.init([])
-    return {
-        "address": server_address(infos),
-        "port": port,
-        "slots": [asdict(slot) for slot in slots],
-    }
+    listed = [asdict(slot) for slot in slots]
+    return {"address": server_address(infos), "port": port, "slots": listed}
 
 
 def variables_of(
