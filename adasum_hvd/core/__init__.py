@@ -230,6 +230,10 @@ class Group:
         limit: what sets this timeout, for messages.
         network: between places; the group does not keep what keeps the group.
 
+    Attributes:
+        name: where this rank listens.
+        nonce: what a peer must know to connect.
+
     Raises:
         CoreError: the system refuses shared memory or a socket.
     """
@@ -321,7 +325,7 @@ class Group:
 
 
 def share(at: int, size_bytes: int) -> int:
-    """Put memory that the ranks of a host can map under the mapping that begins `at` a page.
+    """Put memory that the ranks of a host can map under a mapping; `at` is its address, of a page.
 
     Address and content stay. Returns another address of the memory, which `Group.reduce` reduces
     without a copy. Raises CoreError if the system has no such memory.

@@ -295,7 +295,8 @@ def register_adasum_hook(
             )
         return None
     if model not in _registered:
-        state = AdasumState(**{"process_group": model.process_group} | arguments)
+        group = arguments.get("process_group") or model.process_group
+        state = AdasumState(**arguments | {"process_group": group})
         model.register_comm_hook(state, adasum_hook)
         _registered[model] = state, arguments
     state, known = _registered[model]

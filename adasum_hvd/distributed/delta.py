@@ -57,7 +57,6 @@ class Windows(Ruled):
         if self._compared or hasattr(optimizer, "refresh_master"):
             self._duplicates.places = ()
         _make_hookable(optimizer)
-        _check_alone(who, optimizer, communicator)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -194,7 +193,9 @@ class _EveryStep(Windows):
     """Windows of one step, of all parameters that the optimizer has at the time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Any, *rule: Any):
-        super().__init__("reduce_changes", optimizer, Communicator(group), 1)
+        communicator = Communicator(group)
+        check_alone("reduce_changes", optimizer, communicator.ranks)
+        super().__init__("reduce_changes", optimizer, communicator, 1)
         self._arguments = rule
 
     def _reduced_units(self) -> Sequence[Unit]:
@@ -228,17 +229,17 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step = MethodType(hooked, optimizer)
 
 
-def _check_alone(who: str, optimizer: Any, communicator: Communicator) -> None:
-    """Raise ValueError if other windows join an optimizer's changes over the same ranks."""
-    for hook in optimizer._optimizer_step_pre_hooks.values():
+def check_alone(name: str, optimizer: Any, ranks: Sequence[int]) -> None:
+    """Raise ValueError if other windows join an optimizer's changes over all of these ranks."""
+    for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
         other = getattr(hook, "__self__", None)
-        ranks = getattr(other, "_communicator", communicator).ranks
-        if isinstance(other, Windows) and len({*ranks} & {*communicator.ranks}) > 1:
+        if not isinstance(other, Windows) or len(ranks) == 1:
+            continue
+        if {*other._communicator.ranks} >= {*ranks}:
             raise ValueError(
-                f"{who}: expected an optimizer whose changes are not reduced yet, but got one "
-                f"that {other._who} reduces over the same ranks (rank {communicator.rank} of "
-                f"{communicator.size}); call remove() on that first, or the function that "
-                "reduce_changes has returned"
+                f"{name}: expected an optimizer whose changes are not reduced yet, but got one "
+                f"that {other._who} reduces over the same ranks; call remove() on that first, or "
+                "the function that reduce_changes has returned"
             )
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd.base.options import check_count
-from adasum_hvd.distributed.delta import Windows, check_optimizer
+from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.delta import Windows, check_alone, check_optimizer
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import is_reduced, like, local_of, reshard
@@ -77,7 +78,7 @@ class LocalSGD(Windows):
             mesh,
             lambda: (
                 rule_of(rule, group_op, group_size),
-                _settings(optimizer, model, every, outer_optimizer),
+                _settings(optimizer, model, every, outer_optimizer, mesh),
             ),
         )
         super().__init__("LocalSGD", optimizer, communicator, every)
@@ -225,7 +226,7 @@ class LocalSGD(Windows):
 
 
 def _settings(
-    optimizer: Any, model: torch.nn.Module, every: int, outer: Any
+    optimizer: Any, model: torch.nn.Module, every: int, outer: Any, mesh: Any
 ) -> dict[str, object]:
     """Return what must be the same on all replicas; TypeError, ValueError as `LocalSGD`."""
     optimizers = {"optimizer": optimizer}
@@ -233,6 +234,7 @@ def _settings(
         optimizers["outer_optimizer"] = outer
     for name, one in optimizers.items():
         check_optimizer(name, one)
+    check_alone("optimizer", optimizer, Communicator(mesh).ranks)
     check_count("every", every)
     known = {id(parameter) for parameter in model.parameters()}
     if strange := len(_trained(optimizer) - known):

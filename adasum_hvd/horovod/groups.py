@@ -21,7 +21,11 @@ def configure(
     group_size: int | None = None,
     running: Mapping[str, object] | None = None,
 ) -> None:
-    """Set the groups of the next `init`, as its arguments; None leaves a variable as it is.
+    """Set the groups of the next `init`; None leaves a variable as it is.
+
+    `group_op` is how the ranks of one group are reduced before AdaSum runs over the groups:
+    "adasum" (all the way down, the default), "average" or "sum". `group_size` is the number of
+    consecutive ranks in a group; by default a group is a host (docs/internals.md, Groups).
 
     Each call first restores the variables that an earlier call changed, because its arguments
     were for one `init` only. `running` has the op's settings if Horovod is initialized; then

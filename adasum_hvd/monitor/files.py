@@ -34,8 +34,9 @@ def records(file: Path) -> list[dict[str, Any]]:
 
     A run ends where the step does not rise, where the number of inputs or ranks changes, or with a
     line that is not JSON, which was cut when its run was killed. An unterminated last line is
-    ignored: a run may still be writing it. Raises OSError, or ValueError if the file has no
-    records, or a line is not a record.
+    ignored: a run may still be writing it. A run that begins with the step of the record before it
+    warns, because its steps may have been counted wrongly. Raises OSError, or ValueError if the
+    file has no records, or a line is not a record.
     """
     found: list[dict[str, Any]] = []
     repeats = False  # whether the latest run begins with the step before it

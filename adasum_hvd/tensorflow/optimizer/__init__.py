@@ -179,6 +179,7 @@ def wrap(optimizer: Any, options: Options) -> Any:
         scaled = _taken_over(optimizer, DistributedLossScale)
         scaled.inner_optimizer = wrap(optimizer.inner_optimizer, options)
         scaled.inner_optimizer._adasum.watch_overflow()
+        optimizer.apply = _refuse_step
         return scaled
     refuse_records(type(optimizer), options)
     if options.local_steps > 1 and optimizer.use_ema:
@@ -189,15 +190,15 @@ def wrap(optimizer: Any, options: Options) -> Any:
     variant = DeltaOptimizer if options.is_delta else GradientOptimizer
     distributed = _taken_over(optimizer, variant)
     distributed._configure(options)
+    optimizer.apply = _refuse_step
     return distributed
 
 
 def _taken_over(optimizer: Any, mixin: type) -> Any:
     from_config = staticmethod(SavedOptimizer.from_config)
-    if vars(optimizer).get("apply") is _refuse_step:  # wrapped a second time
-        del optimizer.apply
     taken = as_dynamic_subclass(optimizer, mixin, CLASS_NAME, from_config=from_config)
-    optimizer.apply = _refuse_step
+    if vars(taken).get("apply") is _refuse_step:  # wrapped a second time
+        del taken.apply
     return taken
 
 
@@ -205,7 +206,7 @@ def _refuse_step(*_: Any, **__: Any) -> None:
     raise RuntimeError(
         "DistributedOptimizer: expected steps of the optimizer that it returned, but got one of "
         "the optimizer that was passed to it, which reduces nothing (rank "
-        f"{mpi_ops.rank()} of {mpi_ops.size()}); use the returned one"
+        f"{mpi_ops.rank()} of {mpi_ops.size()}); use the returned one, or a copy of this one alone"
     )
 
 

@@ -116,21 +116,21 @@ def _drop_patched_methods(distributed: Any) -> None:
             )
 
 
-def _refuse_its_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let the wrapped object's own steps, which would reduce nothing, raise RuntimeError."""
-    original = weakref.ref(optimizer)
+# Optimizers that were passed to DistributedOptimizer, and what it returned last.
+_passed: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
-    def refuse(stepping: Any, *_: Any) -> None:
-        if stepping is original() and not is_making_state():
-            raise RuntimeError(
-                f"{type(stepping).__name__}: expected steps of the optimizer that "
-                "DistributedOptimizer returned, but got one of the optimizer that was passed to "
-                f"it, which reduces nothing (rank {rank()} of {size()}); use the returned one"
-            )
 
-    # Some wrappers are made without `super().__init__()`, and have no hooks.
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        optimizer.register_step_pre_hook(refuse)
+def _refuse_step(stepping: Any, *_: Any) -> None:
+    """Raise RuntimeError for a step of the wrapped object's own, which would reduce nothing."""
+    if (returned := _passed.get(stepping)) is None or is_making_state():
+        return
+    distributed = returned()
+    if distributed is None or not distributed._adasum.in_step:
+        raise RuntimeError(
+            f"{type(stepping).__name__}: expected steps of the optimizer that DistributedOptimizer "
+            "returned, but got one of the optimizer that was passed to it, which reduces nothing "
+            f"(rank {rank()} of {size()}); use the returned one, or a copy of this one alone"
+        )
 
 
 def _wrapped(
@@ -149,12 +149,16 @@ def _wrapped(
     )
     _drop_patched_methods(distributed)
     distributed._wrapped = weakref.ref(optimizer)
-    _refuse_its_steps(optimizer)
     kind: type[Reducer] = GradientReducer
     if options.is_delta:
         offloaded = isinstance(optimizer, AdamOffload)
         kind = OffloadDeltaReducer if offloaded else DeltaReducer
     distributed._adasum = kind(distributed, names, options, allows_ddp)
+    # Some wrappers are made without `super().__init__()`, and have no hooks.
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if optimizer not in _passed:
+            optimizer.register_step_pre_hook(_refuse_step)
+        _passed[optimizer] = weakref.ref(distributed)
     return distributed
 
 

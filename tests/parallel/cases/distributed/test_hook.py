@@ -407,7 +407,7 @@ def case_a_trainers_model_is_reduced_over_its_own_group() -> None:
     groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
     alone, plain = model_of(), model_of()
     wrapped = nn.parallel.DistributedDataParallel(alone, process_group=groups[rank()])
-    state = register_adasum_hook(wrapped)
+    state = register_adasum_hook(wrapped, process_group=None)
     assert state is not None and state.communicator.size == 1
     for model in (wrapped, plain):
         loss_of(model, rank(), 0).backward()

@@ -402,6 +402,11 @@ def case_a_second_reduction_of_the_same_changes_is_refused() -> None:
     with pytest.raises(ValueError, match="that reduce_changes reduces over the same r"):
         LocalSGD(optimizer, model, group, 2)
     end()
+    if rank() == 0:
+        end = reduce_changes(optimizer)
+    with pytest.raises(ValueError, match="over the same ranks on rank 0 of "):
+        LocalSGD(optimizer, model, group, 2)  # on every rank
+    end()
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank()]
     reduce_changes(optimizer, alone)
     LocalSGD(optimizer, model, group, 2)  # over other replicas

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,40 @@ def case_a_step_of_the_wrapped_optimizer(op: str) -> None:
         assert torch.equal(one, other)
     optimizer.step()
     hvd.check_replicas(model)
+
+
+class Bound(torch.optim.SGD):
+    """Keeps a method of its own, which is bound to the object that is wrapped."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, 0.1)
+        self._plain_step = super().step
+
+    def step(self, closure: Any = None) -> Any:
+        return self._plain_step(closure)
+
+
+@pytest.mark.parametrize("op", VARIANTS)
+def case_a_step_that_is_bound_to_the_wrapped_optimizer(op: str) -> None:
+    model = model_of()
+    plain = Bound(model.parameters())
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+    backward(model)
+    optimizer.step()
+    hvd.check_replicas(model)
+
+
+def case_an_optimizer_that_could_not_be_wrapped_steps_alone() -> None:
+    if hvd.size() == 1:
+        pytest.skip("needs 2 ranks")
+    model = torch.nn.Linear(2, 2 + hvd.rank())
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError):
+        hvd.DistributedOptimizer(plain, model.named_parameters(), op=VARIANTS[0])
+    before = model.weight.clone()
+    model(torch.ones(1, 2)).sum().backward()
+    plain.step()
+    assert not torch.equal(model.weight, before)
 
 
 def case_gradients_changed_after_their_reduction() -> None:
