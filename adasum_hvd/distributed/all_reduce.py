@@ -94,18 +94,7 @@ def adasum_all_reduce(
     call, several, checked = checked_call(
         tensors, communicator, rule, group_op, group_size
     )
-    in_thread = async_op and not call.problem and several and several[0].is_cpu
-    if in_thread and any(map(torch.is_inference, several)):
-        problem = ValueError(
-            "expected tensors that another thread may write, but got one of inference mode; "
-            "reduce it without async_op, or clone it outside"
-        )
-        call = call._replace(problem=problem)
-    if not call.problem and overlap(several):
-        problem = ValueError(
-            "expected tensors that share no elements, but got the same memory in two of them; "
-            "pass each tensor once"
-        )
+    if not call.problem and (problem := _problem(several, async_op)):
         call = call._replace(problem=problem)
 
     def reduce(communicator: Communicator) -> list[torch.Tensor]:
@@ -128,6 +117,22 @@ def adasum_all_reduce(
         future = torch.futures.Future()
         future.set_exception(error)
     return AdasumWork(future)
+
+
+def _problem(tensors: Sequence[torch.Tensor], async_op: bool) -> ValueError | None:
+    """Return why these tensors cannot be reduced in place, if so."""
+    in_thread = async_op and any(tensor.is_cpu for tensor in tensors)
+    if in_thread and any(map(torch.is_inference, tensors)):
+        return ValueError(
+            "expected tensors that another thread may write, but got one of inference mode; "
+            "reduce it without async_op, or clone it outside"
+        )
+    if overlap(tensors):
+        return ValueError(
+            "expected tensors that share no elements, but got the same memory in two of them; "
+            "pass each tensor once"
+        )
+    return None
 
 
 def checked_call(

@@ -22,7 +22,7 @@ from adasum_hvd.base.marks import is_marked_local, times_marked
 from adasum_hvd.distributed import native
 from adasum_hvd.distributed.checks import Call, agree, call_of
 from adasum_hvd.distributed.communicator import Communicator, check_groups
-from adasum_hvd.distributed.lanes import Future, Lane, lane_on, wait_quietly
+from adasum_hvd.distributed.lanes import Future, Lane, done, lane_on, wait_quietly
 from adasum_hvd.distributed.reduced import LastPass
 from adasum_hvd.distributed.reduction import reduce_buffer
 from adasum_hvd.distributed.rules import Coefficients, Ruled, rule_of
@@ -112,10 +112,7 @@ class AdasumState(Ruled):
     ) -> Future:
         """Start to reduce a bucket of gradients in place; return a future of it."""
         if self.communicator.size == 1 and flat.layout is torch.strided:
-            devices = None if flat.is_cpu else [flat.device]
-            done: Future = torch.futures.Future(devices=devices)
-            done.set_result(flat)
-            return done
+            return done(flat)
         if self.rule.kind != "mean":
             self._last_pass.check(parameters)
         bucket = self._described(index, parameters)

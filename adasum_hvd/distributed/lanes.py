@@ -92,6 +92,14 @@ class StreamLane:
         return future
 
 
+def done(tensor: torch.Tensor) -> Future:
+    """Return the future of a tensor that is there; its `wait` synchronizes a device's streams."""
+    devices = None if tensor.is_cpu else [tensor.device]
+    future: Future = torch.futures.Future(devices=devices)
+    future.set_result(tensor)
+    return future
+
+
 def wait_quietly(future: Future) -> None:
     """Wait for a task whose result and error are of no interest."""
     with contextlib.suppress(Exception):

@@ -76,9 +76,9 @@ class LocalSGD(Windows):
             "LocalSGD",
             model,
             mesh,
-            lambda: (
+            lambda replicas: (
                 rule_of(rule, group_op, group_size),
-                _settings(optimizer, model, every, outer_optimizer, mesh),
+                _settings(optimizer, model, every, outer_optimizer, replicas),
             ),
         )
         super().__init__("LocalSGD", optimizer, communicator, every)
@@ -226,7 +226,11 @@ class LocalSGD(Windows):
 
 
 def _settings(
-    optimizer: Any, model: torch.nn.Module, every: int, outer: Any, mesh: Any
+    optimizer: Any,
+    model: torch.nn.Module,
+    every: int,
+    outer: Any,
+    replicas: Communicator,
 ) -> dict[str, object]:
     """Return what must be the same on all replicas; TypeError, ValueError as `LocalSGD`."""
     optimizers = {"optimizer": optimizer}
@@ -234,7 +238,7 @@ def _settings(
         optimizers["outer_optimizer"] = outer
     for name, one in optimizers.items():
         check_optimizer(name, one)
-    check_alone("optimizer", optimizer, Communicator(mesh).ranks)
+    check_alone("optimizer", optimizer, replicas.ranks)
     check_count("every", every)
     known = {id(parameter) for parameter in model.parameters()}
     if strange := len(_trained(optimizer) - known):

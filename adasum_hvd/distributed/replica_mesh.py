@@ -51,11 +51,11 @@ def connect(
     what: str,
     model: torch.nn.Module,
     mesh: Any,
-    arguments: Callable[[], tuple[Rule, dict[str, object]]],
+    arguments: Callable[[Communicator], tuple[Rule, dict[str, object]]],
 ) -> tuple[Communicator, Rule, Copies]:
     """Check the model and the arguments, and broadcast the first replica's weights and buffers.
 
-    `arguments` returns the rule, and what else must be the same on all replicas.
+    `arguments` returns, for the replicas, the rule, and what else must be the same on all of them.
 
     Returns:
         The replicas, for one thread of the function `what`; the rule; and what a replica repeats.
@@ -77,7 +77,7 @@ def connect(
     different = copies.mismatches()
     rule = Rule("adasum")
     try:
-        rule, settings = arguments()
+        rule, settings = arguments(communicator)
         call = call_of([], rule.described | settings | _described(model))
         found = next(problems(model, communicator.ranks, dist.get_rank()), "")
         if found := found or _order_problem(places, communicator):

@@ -320,7 +320,7 @@ def adasum_replicate(
         "adasum_replicate",
         model,
         mesh,
-        lambda: (rule_of(rule, group_op, group_size), _refuse(model)),
+        lambda _: (rule_of(rule, group_op, group_size), _refuse(model)),
     )
     return ReplicateHandle(model, replicas, overlap)
 

@@ -19,6 +19,7 @@ from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.distributed.all_reduce import AdasumWork, reduce_list
 from adasum_hvd.distributed.checks import agree, call_of
 from adasum_hvd.distributed.communicator import Communicator
+from adasum_hvd.distributed.lanes import done
 from adasum_hvd.distributed.rules import Coefficients, rule_of
 from adasum_hvd.distributed.sharding import is_dtensor, is_reduced
 
@@ -166,9 +167,7 @@ class _AdasumManager:
     ) -> AdasumWork:
         """Reduce a tensor; blocks."""
         self._adasum.reduce([tensor])
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(tensor)
-        return AdasumWork(future)
+        return AdasumWork(done(tensor))
 
 
 def diloco(

@@ -78,8 +78,7 @@ def load(
         if found:
             values[tensor] = _value(path, entries[found[0]], tensor)
     state = None
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside a wrap cell
-    if optimizer is not None:
+    if (optimizer := _inside(optimizer)) is not None:
         state = _state_of(path, entries, named, values, optimizer)
     with torch.no_grad():
         for tensor, value in values.items():
@@ -118,8 +117,7 @@ def save(
     named = {tensor: found[-1] for found, tensor in _tensors(model, names)}
     weights = {name: tensor for tensor, name in named.items()}
     state: list[Entry] = []
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside a wrap cell
-    if optimizer is not None:
+    if (optimizer := _inside(optimizer)) is not None:
         parameters = _parameters(optimizer, named)
         # AdamOffload's masters have the precision that half-precision weights lack.
         master_of = getattr(optimizer, "master", lambda param: param)
@@ -161,6 +159,11 @@ def _tensors(
     given = {tensors[name]: [new] for name, new in (names or {}).items()}
     for tensor, candidates in found.items():
         yield given.get(tensor, [*dict.fromkeys(candidates)]), tensor
+
+
+def _inside(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrap cell, or the optimizer itself."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _parameters(optimizer: Any, named: dict[torch.Tensor, str]) -> list[torch.Tensor]:

@@ -172,11 +172,13 @@ class _Outline(cloudpickle.Pickler):
 class _OutlineReader(pickle.Unpickler):
     """The inverse of :class:`_Outline`."""
 
-    tensors: dict[int, torch.Tensor]
+    def __init__(self, outline: bytes, tensors: dict[int, torch.Tensor]):
+        super().__init__(io.BytesIO(outline))
+        self._tensors = tensors
 
     def persistent_load(self, key: int) -> torch.Tensor:
         """Return the tensor with this key."""
-        return self.tensors[key]
+        return self._tensors[key]
 
 
 def _outlined(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[int, torch.Tensor]]:
@@ -237,9 +239,7 @@ def _load(
     optimizer: torch.optim.Optimizer, outline: bytes, tensors: dict[int, torch.Tensor]
 ) -> Failure | None:
     try:
-        reader = _OutlineReader(io.BytesIO(outline))
-        reader.tensors = tensors
-        state = reader.load()
+        state = _OutlineReader(outline, tensors).load()
         _keep_own(optimizer, state["state"])
         optimizer.load_state_dict(state)
     except Exception as error:  # raised by the optimizer; every rank reports it

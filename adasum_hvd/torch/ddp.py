@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from adasum_hvd import distributed
+from adasum_hvd.distributed.lanes import done
 
 __all__ = ["keep_local_hook"]
 
@@ -34,11 +35,7 @@ def keep_local_hook(
     state: None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Leave gradients as they are on each rank, for `DistributedOptimizer(op=AdasumDelta)`."""
-    flat = bucket.buffer()
-    devices = None if flat.is_cpu else [flat.device]  # `wait` synchronizes the streams
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    future.set_result(flat)
-    return future
+    return done(bucket.buffer())
 
 
 keep_local_hook.keeps_local = True  # type: ignore[attr-defined]  # parallel/torch_modes.py
