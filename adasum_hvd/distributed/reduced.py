@@ -6,26 +6,34 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from adasum_hvd.distributed.sharding import local_of
 
+# A gradient that was reduced, and how often it had been written in place by then.
+Reduced: TypeAlias = tuple[weakref.ref[torch.Tensor], int]
 
-class Reduced:
-    """A gradient that was reduced, and how often it had been written in place by then."""
 
-    def __init__(self, gradient: torch.Tensor):
-        self._gradient, self._version = weakref.ref(gradient), _version(gradient)
+def reduced_of(parameters: Iterable[torch.Tensor]) -> dict[int, Reduced]:
+    """Count a write to the gradients of parameters, and note them, by the parameter's number."""
+    present = {id(p): grad for p in parameters if (grad := p.grad) is not None}
+    gradients = present.values()
+    show_writes(gradients)
+    noted = zip(map(weakref.ref, gradients), map(_version, gradients), strict=True)
+    return dict(zip(present, noted, strict=True))
 
-    def writes_to(self, gradient: torch.Tensor | None) -> int | None:
-        """Return how often it was written in place since; None if `gradient` is another tensor.
 
-        Backward writes once, and `zero_grad(set_to_none=False)` before it once more.
-        """
-        if gradient is None or self._gradient() is not gradient:
-            return None
-        return _version(gradient) - self._version
+def writes_to(gradient: torch.Tensor | None, reduced: Reduced) -> int | None:
+    """Return how often it was written in place since; None if `gradient` is another tensor.
+
+    Backward writes once, and `zero_grad(set_to_none=False)` before it once more.
+    """
+    tensor, version = reduced
+    if gradient is None or tensor() is not gradient:
+        return None
+    return _version(gradient) - version
 
 
 def show_writes(tensors: Iterable[torch.Tensor]) -> None:
@@ -33,7 +41,7 @@ def show_writes(tensors: Iterable[torch.Tensor]) -> None:
 
     AdamOffload takes a gradient whose version is that of its early copy for the same.
     """
-    written = [*map(local_of, tensors)]
+    written = [t if type(t) is torch.Tensor else local_of(t) for t in tensors]
     try:
         torch.autograd.graph.increment_version(written)
     except (TypeError, RuntimeError):  # torch before 2.5 takes one at a time
@@ -65,13 +73,17 @@ class LastPass:
 
         Only a warning, because a program may zero them before its next step, as GANs do.
         """
-        noted = [(p.grad, self._reduced.pop(id(p), None)) for p in parameters]
+        kept = [
+            (p.grad, last)
+            for p in parameters
+            if (last := self._reduced.pop(id(p), None))
+            and (gradient := last[0]()) is not None  # as after zero_grad()
+            and not gradient._is_view()
+        ]
         if self._warned or torch._C._current_graph_task_id() == -1:  # DDP's join()
             return
         # One that is unused in this pass has one write if it was zeroed, and the others two.
-        written = [
-            (last.writes_to(gradient), gradient) for gradient, last in noted if last
-        ]
+        written = [(writes_to(gradient, last), gradient) for gradient, last in kept]
         most = max((count for count, _ in written if count is not None), default=0)
         if most == 1 and any(g.any() for count, g in written if count == 1):
             self._warned = True
@@ -92,10 +104,4 @@ class LastPass:
         queue(lambda: queue(lambda: self._note(parameters)))  # after DDP's own callback
 
     def _note(self, parameters: Sequence[torch.Tensor]) -> None:
-        present = {id(p): p.grad for p in parameters if p.grad is not None}
-        show_writes(present.values())
-        self._reduced = {
-            number: Reduced(gradient)
-            for number, gradient in present.items()
-            if not (self._warned or gradient._is_view())
-        }
+        self._reduced = {} if self._warned else reduced_of(parameters)

@@ -21,7 +21,7 @@ from adasum_hvd.base.frames import is_inside
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.forward_check import ForwardCheck
 from adasum_hvd.distributed.lanes import Future, lane_on, wait_quietly
-from adasum_hvd.distributed.reduced import Reduced, show_writes
+from adasum_hvd.distributed.reduced import Reduced, reduced_of, writes_to
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.replicas import Copies
 from adasum_hvd.distributed.rules import Coefficients, Rule, Ruled, rule_of
@@ -151,7 +151,7 @@ class ReplicateHandle(Ruled):
         if self._communicator.size == 1:
             return
         name = progress.unit.names[number]
-        if before is not None and before.writes_to(parameter.grad) == 1:
+        if before is not None and writes_to(parameter.grad, before) == 1:
             action = _checkpoint_action() or (
                 "call the model's zero_grad() between steps (not grad.data.zero_(), which is not "
                 "seen), and wrap all passes of a step but the last in no_sync()"
@@ -217,7 +217,7 @@ class ReplicateHandle(Ruled):
                 gradients.append(torch.zeros_like(local, dtype=dtype))
             else:
                 before = self._reduced.get(id(parameter))
-                is_reduced = before and before.writes_to(parameter.grad) == 0
+                is_reduced = before and writes_to(parameter.grad, before) == 0
                 header.append(REDUCED if is_reduced else NEW)
                 parameter.grad = complete(parameter.grad, parameter)
                 gradients.append(local_of(parameter.grad).detach())
@@ -261,9 +261,7 @@ class ReplicateHandle(Ruled):
         for number, parameter in enumerate(unit.parameters):
             if parameter.grad is None and everywhere[:, number].any():
                 parameter.grad = like(parameter, gradients[number])
-        present = {id(p): p.grad for p in unit.parameters if p.grad is not None}
-        show_writes(present.values())
-        self._reduced |= {number: Reduced(grad) for number, grad in present.items()}
+        self._reduced |= reduced_of(unit.parameters)
 
 
 def _handle_of(parameter: torch.Tensor) -> ReplicateHandle | None:
