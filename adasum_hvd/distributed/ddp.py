@@ -88,6 +88,7 @@ class AdasumState(Ruled):
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self._shared = native.SharedBuckets(self.communicator, self.rule)
+        self.passes = 0  # that were reduced
         self._on_round: list[Callable[[], None]] = []
         # For `monitor.monitor.Channel`, by the bucket's name.
         self.requested: set[str] = set()
@@ -246,6 +247,7 @@ def adasum_hook(
     future = state._start(bucket.buffer(), bucket.index(), bucket.parameters())
     if bucket.is_last():
         state._finish()
+        state.passes += 1
         state.rule.end_pass()
         state._last_pass.note(state.reduced)
         for call in state._on_round:
