@@ -88,7 +88,7 @@ class AdasumState(Ruled):
         # The parameters of the buckets of this backward pass, by the bucket's name.
         self.reduced: dict[str, list[torch.Tensor]] = {}
         self._shared = native.SharedBuckets(self.communicator, self.rule)
-        self.passes = 0  # reduced; after the first one DDP makes its final buckets
+        self.passes = 0  # that were reduced
         self._on_round: list[Callable[[], None]] = []
         # For `monitor.monitor.Channel`, by the bucket's name.
         self.requested: set[str] = set()
@@ -119,8 +119,7 @@ class AdasumState(Ruled):
         self.reduced[bucket.entry] = parameters
         if flat.device not in self._lanes:
             self._lanes[flat.device] = lane_on(flat.device, self.communicator)
-        in_place = self.passes > 0 and self.compression is None
-        at = self._shared.address(flat) if in_place else None
+        at = self._shared.address(flat) if self.compression is None else None
         task = partial(self._reduce, flat, bucket, at)
         future = self._lanes[flat.device].submit(task, [flat])
         if flat.is_cpu:

@@ -186,6 +186,8 @@ class LocalSGD(Windows):
             from torch.distributed.checkpoint import state_dict as states
 
             had_state = bool(self._outer.state)
+            # Perhaps that of an earlier LocalSGD.
+            state["windows"] = self._windows or int(had_state)
             # Else torch would leave out the state of a first step.
             with self._without_gradients():
                 outer = states.get_optimizer_state_dict(self._model, self._outer)
@@ -214,7 +216,7 @@ class LocalSGD(Windows):
         self._local_step, self._windows = state["local_step"], state["windows"]
         starts = (local_of(state["starts"][name]).clone() for name, _ in self._named())
         self._starts = [*starts] if self._local_step else []
-        self._saved = set()
+        self._saved = {"window"}
         if self._outer is not None:
             from torch.distributed.checkpoint import state_dict as states
 

@@ -260,10 +260,12 @@ class SharedBuckets:
         self._ranks = communicator, rule
         # By address; kept, as DDP does anyway, so that no other tensor gets the address.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        # Those that came once: DDP's final buckets come again, those of fp16_compress_wrapper not.
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._copies = False  # the system has no more such memory
 
     def address(self, flat: torch.Tensor) -> int | None:
-        """Return the core's address of a bucket, which is moved on the first call.
+        """Return the core's address of a bucket, which is moved on the second call.
 
         None if the core does not reduce it, or if it cannot be moved; this rank then copies, and
         the others need not know.
@@ -272,7 +274,9 @@ class SharedBuckets:
             return None
         storage = flat.untyped_storage()
         begin, is_long = storage.data_ptr(), storage.nbytes() >= _LEAST_BYTES
-        if begin not in self._storages and is_long and not self._copies:
+        if storage not in self._seen:
+            self._seen.add(storage)
+        elif begin not in self._storages and is_long and not self._copies:
             try:
                 begin = self._move(storage)
             except RuntimeError as error:  # of torch's or the core's

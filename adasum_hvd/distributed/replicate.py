@@ -78,6 +78,7 @@ class ReplicateHandle(Ruled):
             for n, unit in enumerate(units)
             for k, parameter in enumerate(unit.parameters)
         ]
+        self._numbers = {handle.id for handle in self._handles}  # of hooks
         self._handles += self._selection.hooks()
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
@@ -163,6 +164,7 @@ class ReplicateHandle(Ruled):
         if self._local:
             return
         self._begin()
+        self._launch_complete()
         if unit < self._next:
             action = _checkpoint_action() or (
                 "accumulate in the handle's no_sync(), not by FSDP's set_requires_gradient_sync, "
@@ -174,6 +176,12 @@ class ReplicateHandle(Ruled):
                 f"after it was reduced (rank {dist.get_rank()}); {action}"
             )
         progress.fired[number] += 1
+        # The program's own hooks may be later ones, and change the gradient yet.
+        if next(reversed(parameter._post_accumulate_grad_hooks)) in self._numbers:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Launch the units whose gradients are there, in order."""
         while (
             self._overlap
             and self._next < len(self._units)

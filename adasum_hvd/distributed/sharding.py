@@ -70,6 +70,11 @@ def numbers_by_group(parameters: Iterable[Any]) -> dict[Any, list[int]]:
 
 def shard_problem(tensor: Any) -> str:
     """Return why AdaSum of a tensor's local part is not that of the tensor, or ""."""
+    if getattr(tensor, "_fsdp_flattened", False):
+        return (
+            "expected whole tensors, but got flat ones of FSDP1 (FullyShardedDataParallel); use "
+            "fully_shard, and adasum_replicate or LocalSGD"
+        )
     if not is_dtensor(tensor) and not shard_groups(tensor):
         return ""
     return (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.distributed.reduced import Reduced
 from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
@@ -24,6 +27,10 @@ class GradientReducer(Reducer):
     loss_scale: torch.Tensor | None = None  # a GradScaler's, during its reduction
     # A weak reference to our GradScaler that has unscaled last.
     scaler: Callable[[], Any] | None = None
+
+    # One of the parameters, and its gradient of the last step; none after a warning.
+    _last: Sequence[tuple[torch.Tensor, Reduced]] = ()
+    _warned = False
 
     def __init__(self, *arguments: Any):
         # Of no bucket yet.
@@ -164,14 +171,33 @@ class GradientReducer(Reducer):
         self._follow_parameters()
         self._drop_frozen_gradients()
         self._check_unchanged()
+        self._warn_of_sums()
         self._run_round()
         if any(b.flags.announces_change for b in self.common_buckets):
             self._drop_round()
             self.rebuild()  # raises an error that names the difference
         for bucket in self.buckets:
             bucket.write_back()
+        if ops.is_adasum(self.options.op) and not (self.alone or self._warned):
+            several = (p for bucket in self.flat_buckets for p in bucket.params)
+            present = ((p, Reduced(p.grad)) for p in several if p.grad is not None)
+            self._last = [*islice(present, 1)]
         self._reset(synchronized=True)
         self._follow_sparse()
+
+    def _warn_of_sums(self) -> None:
+        """Warn, once, if backward has added to gradients of the last step."""
+        for parameter, last in self._last:
+            passes = self._counter.passes_of(parameter)
+            if passes and last.writes_to(parameter.grad) == passes:
+                self._last, self._warned = (), True
+                warnings.warn(
+                    "DistributedOptimizer: expected gradients of this step alone, but backward "
+                    "added to the reduced gradients of the last one, and AdaSum of such sums is "
+                    "wrong; call zero_grad() between steps, and pass backward_passes_per_step to "
+                    "accumulate",
+                    stacklevel=4,
+                )
 
     def _check_unchanged(self, in_buckets: bool = False) -> None:
         """Raise RuntimeError if a gradient (in a bucket) was changed after backward."""

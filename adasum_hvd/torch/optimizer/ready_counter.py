@@ -91,6 +91,11 @@ class GradientReadyCounter:
             "the same parameters counts, too: delete it"
         )
 
+    def passes_of(self, parameter: torch.Tensor) -> int:
+        """Return how many passes have reached a parameter since the last reset."""
+        pairs = zip(self._places, self._left, strict=True)
+        return next((self._passes - n for (p, *_), n in pairs if p is parameter), 0)
+
     def reset(self) -> None:
         """Reset the counts."""
         if not self.touched:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from horovod.torch.mpi_ops import rank, size
 
-from adasum_hvd.base.frames import is_making_state
+from adasum_hvd.base.frames import is_inside, is_making_state
 from adasum_hvd.torch.optimizer.reducer import Reducer
 
 _STATE_KEY = "adasum_delta"
+_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 StepClosure = Callable[[], Any] | None
 
 
@@ -90,9 +92,19 @@ class DistributedWrapper(torch.optim.Optimizer):
         self._adasum.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus the start of an unfinished window of local steps."""
+        """As torch's, plus the start of an unfinished window of local steps.
+
+        RuntimeError inside a window if `torch.distributed.checkpoint` asks, which drops the start.
+        """
         state = super().state_dict()
         if window := self._adasum.window():
+            if is_inside("_get_optim_state_dict", _CHECKPOINT):
+                raise RuntimeError(
+                    "DistributedOptimizer: expected a checkpoint between windows of local steps, "
+                    f"but got one {window['local_step']} steps into a window, whose start "
+                    f"torch.distributed.checkpoint drops (rank {rank()} of {size()}); save the "
+                    "optimizer's own state_dict() on every rank, or save after the window"
+                )
             state[_STATE_KEY] = window
         return state
 

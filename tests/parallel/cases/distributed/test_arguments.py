@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -239,6 +239,38 @@ def case_a_state_from_before_the_first_outer_step() -> None:
             own_step(model, optimizer)
     for one, *others in zip(*(model.parameters() for model in models), strict=True):
         assert all(torch.equal(one, other) for other in others)
+
+
+def case_a_state_after_another_windows_outer_steps() -> None:
+    """A later `LocalSGD` has ended no window, but its outer optimizer has a momentum."""
+    losses = []
+    for resumes in (False, True):
+        model = model_of()
+        optimizer = sgd(model)
+        outer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+        for _ in range(2):  # phases
+            local_sgd = LocalSGD(optimizer, model, mesh_of(1)["replica"], 1, outer)
+            if resumes:
+                local_sgd.load_state_dict(local_sgd.state_dict())
+            own_step(model, optimizer)
+            local_sgd.remove()
+        losses.append(model.weight.detach().clone())
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def case_changes_of_fsdp1_are_refused(use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(
+        nn.Linear(6, 6),
+        device_mesh=mesh_of(1)["shard"],
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+    )
+    optimizer = sgd(model)
+    reduce_changes(optimizer, mesh_of(1)["replica"])
+    model(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(ValueError, match=r"flat ones of FSDP1.*use fully_shard"):
+        optimizer.step()
 
 
 def case_gradients_whose_sums_are_pending() -> None:

@@ -12,12 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    fp16_compress_wrapper,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from adasum_hvd import reference
 from adasum_hvd.distributed import (
     AdasumMonitor,
     AdasumState,
     LocalSGD,
+    adasum_hook,
     adasum_replicate,
 )
 from tests.parallel.cases.distributed.test_all_reduce import HOSTS
@@ -184,6 +189,17 @@ def case_memory_of_buckets_goes_with_the_model() -> None:
         gc.collect()
         # A thread of the lane closes its own.
         until(lambda before=before: shared_mappings() <= before, 20)
+
+
+def case_buckets_of_a_wrapper_are_not_kept() -> None:
+    """They are new in each pass, and would fill the memory."""
+    model, state = nn.Linear(200, 200), AdasumState()
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, fp16_compress_wrapper(adasum_hook))
+    for number in range(4):
+        wrapped(torch.full((1, 200), float(number + 1))).sum().backward()
+        model.zero_grad()
+    assert not state._shared._storages
 
 
 def case_means_of_sums_are_sums_of_means() -> None:

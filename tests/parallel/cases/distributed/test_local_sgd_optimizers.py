@@ -369,6 +369,9 @@ def case_a_checkpoint_without_the_window() -> None:
             local_sgd.synchronize()
         train(model, optimizer, range(step, step + 1))
     assert local_sgd.local_step == 1
+    local_sgd.load_state_dict(local_sgd.state_dict())
+    get_optimizer_state_dict(model, optimizer)  # to load that next
+    train(model, optimizer, range(5, 6))
 
 
 @pytest.mark.parametrize("every", [1, 2])

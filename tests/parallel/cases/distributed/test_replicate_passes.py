@@ -175,6 +175,27 @@ def case_a_step_in_a_hook() -> None:
         model(torch.ones(1, 3)).sum().backward()
 
 
+def case_a_hook_that_comes_later_changes_local_gradients() -> None:
+    """In every pass: those after the first one begin to reduce inside backward."""
+    model, size = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), dist.get_world_size()
+    with mock.patch("adasum_hvd.distributed.units._BUCKET_BYTES", 1):
+        adasum_replicate(model, mesh_of(1)["replica"], group_op="sum", group_size=size)
+    last = model[0].weight  # of backward, and alone in its unit
+
+    def scale(parameter: torch.Tensor) -> None:
+        if parameter is last:
+            time.sleep(0.05)  # for a reduction that has begun too early
+        parameter.grad.mul_(1 + rank())
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(scale)
+    for number in range(3):
+        model.zero_grad()
+        model(torch.full((1, 3), 1.0 + number)).sum().backward()
+        local = model[1].weight.detach().sum(0).outer(torch.full((3,), 1.0 + number))
+        torch.testing.assert_close(last.grad, local * (size * (size + 1) / 2))
+
+
 def case_a_pass_that_one_replica_leaves() -> None:
     """Its next pass must not be joined with the rest of the others'."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional
 
 import adasum_hvd.torch as hvd
@@ -166,6 +167,28 @@ def case_memory() -> None:
     )
     start_bytes = 4000 if hvd.size() > 1 else 0
     assert optimizer.extra_bytes() == {"device": 0, "host": start_bytes}
+
+
+def case_a_window_that_a_checkpoint_would_drop() -> None:
+    """torch.distributed.checkpoint saves nothing but an optimizer's state and groups."""
+    model = nn.Linear(3, 2)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.5),
+        op=hvd.AdasumDelta,
+        local_steps=2,
+    )
+    for _ in range(2):
+        get_optimizer_state_dict(model, optimizer)  # between windows
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if hvd.size() > 1:  # a single rank has none
+            with pytest.raises(
+                RuntimeError, match="1 steps into a window, whose start"
+            ):
+                get_optimizer_state_dict(model, optimizer)
+            assert optimizer.state_dict()["adasum_delta"]["local_step"] == 1
+        optimizer.step()
 
 
 def case_a_refused_reduction_leaves_the_start() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -228,6 +230,35 @@ def case_groups_of_generators() -> None:
     model[0].requires_grad_(False)
     train(model, optimizer, 0)
     assert len(optimizer._adasum.buckets) == 2
+
+
+def case_gradients_that_are_not_zeroed() -> None:
+    """AdaSum of sums is not the sum of AdaSums: a warning, once."""
+    for op, clears, passes in (
+        (hvd.AdasumGrad, None, 1),
+        (hvd.AdasumGrad, None, 2),
+        (hvd.AdasumGrad, False, 2),
+        (hvd.AdasumGrad, True, 1),
+        (hvd.Average, None, 1),
+    ):
+        model = nn.Linear(200, 200)  # whose weight moves into its bucket at once
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.0),
+            op=op,
+            backward_passes_per_step=passes,
+        )
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                for _ in range(passes):
+                    model(torch.ones(1, 200)).sum().backward()
+                optimizer.step()
+                if clears is not None:
+                    optimizer.zero_grad(set_to_none=clears)
+        texts = [str(each.message) for each in found]
+        sums = [text for text in texts if "AdaSum of such sums" in text]
+        warns = clears is None and op is hvd.AdasumGrad and hvd.size() > 1
+        assert len(sums) == warns, (op, clears, passes, texts)
 
 
 @pytest.mark.parametrize("op", VARIANTS)
