@@ -19,10 +19,13 @@ Reduced: TypeAlias = tuple[weakref.ref[torch.Tensor], int]
 def reduced_of(parameters: Iterable[torch.Tensor]) -> dict[int, Reduced]:
     """Count a write to the gradients of parameters, and note them, by the parameter's number."""
     present = {id(p): grad for p in parameters if (grad := p.grad) is not None}
-    gradients = present.values()
-    show_writes(gradients)
-    noted = zip(map(weakref.ref, gradients), map(_version, gradients), strict=True)
-    return dict(zip(present, noted, strict=True))
+    show_writes(present.values())
+    return dict(zip(present, map(noted, present.values()), strict=True))
+
+
+def noted(gradient: torch.Tensor) -> Reduced:
+    """Note a gradient that was reduced."""
+    return weakref.ref(gradient), _version(gradient)
 
 
 def writes_to(gradient: torch.Tensor | None, reduced: Reduced) -> int | None:

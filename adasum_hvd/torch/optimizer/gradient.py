@@ -11,7 +11,7 @@ import torch
 
 from adasum_hvd.base import ops
 from adasum_hvd.base.options import ProcessSet
-from adasum_hvd.distributed.reduced import Reduced
+from adasum_hvd.distributed.reduced import Reduced, noted, writes_to
 from adasum_hvd.torch import amp
 from adasum_hvd.torch import ops as torch_ops
 from adasum_hvd.torch.objects import allgather_object
@@ -180,7 +180,7 @@ class GradientReducer(Reducer):
             bucket.write_back()
         if ops.is_adasum(self.options.op) and not (self.alone or self._warned):
             several = (p for bucket in self.flat_buckets for p in bucket.params)
-            present = ((p, Reduced(p.grad)) for p in several if p.grad is not None)
+            present = ((p, noted(p.grad)) for p in several if p.grad is not None)
             self._last = [*islice(present, 1)]
         self._reset(synchronized=True)
         self._follow_sparse()
@@ -189,7 +189,7 @@ class GradientReducer(Reducer):
         """Warn, once, if backward has added to gradients of the last step."""
         for parameter, last in self._last:
             passes = self._counter.passes_of(parameter)
-            if passes and last.writes_to(parameter.grad) == passes:
+            if passes and writes_to(parameter.grad, last) == passes:
                 self._last, self._warned = (), True
                 warnings.warn(
                     "DistributedOptimizer: expected gradients of this step alone, but backward "
