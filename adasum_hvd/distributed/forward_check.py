@@ -34,7 +34,8 @@ class ForwardCheck:
     ):
         self._handle_of = handle_of
         self._names: set[str] = set()  # for which FSDP may have others for a while
-        if any(map(is_fsdp_module, model.modules())):
+        self._sharded = [*filter(is_fsdp_module, model.modules())]
+        if self._sharded:
             self._names = {_plain(name) for name, _ in model.named_parameters()}
         trained = filter(handle_of, model.parameters())
         self._meshes = [p.device_mesh for p in trained if is_dtensor(p)]
@@ -44,10 +45,21 @@ class ForwardCheck:
         return partial, (_ignore,)
 
     def __call__(self, model: torch.nn.Module, inputs: object) -> None:
-        """Raise RuntimeError if trained parameters are not reduced, or DDP averages them."""
+        """Raise RuntimeError if trained parameters are not reduced.
+
+        Also if DDP averages them, or a failed backward pass has left FSDP's layers unfit.
+        """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.passes += 1
+        # Not inside backward, where checkpointed layers run again.
+        if torch._C._current_graph_task_id() == -1 and any(map(_failed, self._sharded)):
+            raise RuntimeError(
+                "adasum_replicate: expected the last backward pass to have ended, but it raised an "
+                "error, after which layers of fully_shard train no more (rank "
+                f"{dist.get_rank()}); call reset_iter_state() of the outermost one on every rank "
+                "(torch 2.13), or resume from a checkpoint"
+            )
         for name, parameter in model.named_parameters():
             if self._is_new(name, parameter):
                 # torch.func.functional_call: these parameters are the caller's to reduce.
@@ -78,6 +90,12 @@ class ForwardCheck:
         if _plain(name) not in self._names:
             return True
         return is_dtensor(parameter) and parameter.device_mesh in self._meshes
+
+
+def _failed(module: Any) -> bool:
+    """Return whether FSDP has not ended the module's last backward pass."""
+    context = getattr(module._get_fsdp_state(), "_state_ctx", None)
+    return getattr(context, "post_backward_final_callback_queued", False)
 
 
 def _plain(name: str) -> str:

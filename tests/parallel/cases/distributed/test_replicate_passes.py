@@ -74,6 +74,33 @@ def case_synchronize_after_a_pass_that_broke_off() -> None:
         loss().backward()
 
 
+def case_a_sharded_pass_that_broke_off() -> None:
+    """FSDP's layers would train no more."""
+    model, whole = nn.Linear(4, 4, bias=False), torch.full((4, 4), 0.5)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=mesh_of(2)["shard"])
+    adasum_replicate(model, mesh_of(2)["replica"])
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.125), torch.ones(1, 4)
+
+    def loss() -> torch.Tensor:
+        return model(x.requires_grad_()).sum()
+
+    hook = model.weight.register_post_accumulate_grad_hook(lambda p: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss().backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"fully_shard train no more .*reset_iter"):
+        loss()
+    if not hasattr(model, "reset_iter_state"):  # torch before 2.13
+        return
+    model.reset_iter_state()
+    for _ in range(4):  # equal gradients of 1
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert torch.equal(model.weight.full_tensor(), whole)
+
+
 def case_gradients_that_the_program_replaces() -> None:
     """They are not those that a pass has reduced, so that `synchronize` reduces them."""
     model, size = nn.Linear(3, 2), dist.get_world_size()
