@@ -147,7 +147,7 @@ def test_masters_follow_their_variables():
     variable = keras.Variable(np.ones(3), dtype="float32", name="kernel")
     optimizer = AdamOffload(0.1)
     optimizer.build([variable])
-    optimizer._masters = [keras.Variable(np.ones(3))]  # as of a variable on a GPU
+    optimizer._masters = [keras.Variable(np.ones(3), dtype="float32")]  # as on a GPU
     assert copy_of_weights(optimizer) == ""
 
 
