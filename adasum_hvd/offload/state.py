@@ -197,7 +197,9 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             )
         # torch's Adam keeps our groups' "step", but does not increment it.
         step = int(max([group.get("step", 0), *steps]))
-        groups.append({**own, **group, "step": step})
+        # Functions are part of the program: a state without one does not turn them off.
+        functions = {key: value for key, value in own.items() if callable(value)}
+        groups.append({**own, **group, **functions, "step": step})
     places = [place for group in groups for place in group["params"]]
     params = dict(zip(places, optimizer._params(), strict=False))
     hidden = {}
