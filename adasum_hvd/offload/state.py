@@ -172,7 +172,14 @@ def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     groups = state_dict["param_groups"]
     saved = [{k: v for k, v in group.items() if not callable(v)} for group in groups]
-    return {**state_dict, "param_groups": saved}
+    state, params = dict(state_dict["state"]), optimizer._params()
+    for place in [place for place in state if not params[place].is_contiguous()]:
+        # torch's fused kernel reads elements in the order of memory, the parameter's.
+        like, held = params[place], state[place]
+        same = {k: torch.empty_like(like, dtype=held[k].dtype, device="cpu").copy_(held[k])
+                for k in held.keys() - {"step"}}  # fmt: skip
+        state[place] = {**held, **same}
+    return {**state_dict, "state": state, "param_groups": saved}
 
 
 def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
