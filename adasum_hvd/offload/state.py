@@ -172,7 +172,14 @@ def _exported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     groups = state_dict["param_groups"]
     saved = [{k: v for k, v in group.items() if not callable(v)} for group in groups]
-    return {**state_dict, "param_groups": saved}
+    state, params = dict(state_dict["state"]), optimizer._params()
+    for place in [place for place in state if not params[place].is_contiguous()]:
+        # torch's fused kernel reads elements in the order of memory, the parameter's.
+        like, held = params[place], state[place]
+        same = {k: torch.empty_like(like, dtype=held[k].dtype, device="cpu").copy_(held[k])
+                for k in held.keys() - {"step"}}  # fmt: skip
+        state[place] = {**held, **same}
+    return {**state_dict, "state": state, "param_groups": saved}
 
 
 def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +204,9 @@ def _imported(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             )
         # torch's Adam keeps our groups' "step", but does not increment it.
         step = int(max([group.get("step", 0), *steps]))
-        groups.append({**own, **group, "step": step})
+        # Functions are part of the program: a state without one does not turn them off.
+        functions = {key: value for key, value in own.items() if callable(value)}
+        groups.append({**own, **group, **functions, "step": step})
     places = [place for group in groups for place in group["params"]]
     params = dict(zip(places, optimizer._params(), strict=False))
     hidden = {}

@@ -11,6 +11,7 @@ from adasum_hvd.advice.run import advise
 from adasum_hvd.tools import jobs, plot
 
 _FEW = 50  # steps of one worker
+_OF_DEMO = {"lr": None, "batch": 8, "seconds": 120, "seed": 1, "output": None}
 
 
 def add_to(commands: Any) -> None:
@@ -37,16 +38,16 @@ def add_to(commands: Any) -> None:
     )
     demo = parser.add_argument_group("with --demo")
     demo.add_argument("--lr", type=float, help="one worker's (default: the best of 8)")
-    demo.add_argument("--batch", type=jobs.count, default=8, help="of one worker")
-    demo.add_argument("--seconds", type=jobs.count, default=120, help="for everything")
-    demo.add_argument("--seed", type=int, default=1)
+    demo.add_argument("--batch", type=jobs.count, help="of one worker")
+    demo.add_argument("--seconds", type=jobs.count, help="for everything")
+    demo.add_argument("--seed", type=int)
     demo.add_argument(
         "-o",
         "--output",
         type=Path,
         help="picture (default: advice.png, next to the file)",
     )
-    parser.set_defaults(run=run, errors=(OSError, ValueError, ImportError))
+    parser.set_defaults(run=run, errors=(OSError, ValueError, ImportError), **_OF_DEMO)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -56,6 +57,10 @@ def run(arguments: argparse.Namespace) -> None:
     elif arguments.optimizer is None:
         raise ValueError(
             f"expected --optimizer {', '.join(FIGURES)}, but got none; pass the run's"
+        )
+    elif ignored := [k for k, v in _OF_DEMO.items() if getattr(arguments, k) != v]:
+        raise ValueError(
+            f"expected --{', --'.join(ignored)} with --demo only, but got records; remove it"
         )
     else:
         print(advise(arguments.file, optimizer=arguments.optimizer))
@@ -68,6 +73,11 @@ def _demo(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"expected a file with make(), and --lr above 0, but got {file} and {rate}; "
             "write one as in docs/choose.md"
+        )
+    target = arguments.output or file.with_name("advice.png")
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"expected a picture in a folder that exists, but got {target}"
         )
     from adasum_hvd.tools import torch_trial
 
@@ -87,7 +97,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     finally:
         if found[1:]:
             print(_verdict(found))
-            _draw(found, arguments.output or file.with_name("advice.png"))
+            _draw(found, target)
 
 
 def _row(one: Any, alone: int) -> str:

@@ -52,8 +52,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="also write JSON, and a picture with the suffix .png",
     )
-    errors = jobs.JobError, OSError, ValueError, KeyError
-    parser.set_defaults(run=run, errors=errors)
+    parser.set_defaults(run=run, errors=(jobs.JobError, OSError, ValueError))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -158,7 +157,12 @@ def compare(words: list[str]) -> str:
     """Return a line per operation that both files have: medians, and new over old."""
     if len(words) != 3 or words[0] != "compare":
         raise ValueError(f"expected compare A.json B.json, but got {' '.join(words)}")
-    old, new = (medians(json.loads(Path(word).read_text())) for word in words[1:])
+    try:
+        old, new = (medians(json.loads(Path(word).read_text())) for word in words[1:])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected files of adasum-hvd bench --output, but got {error!r}"
+        ) from None
     if not (both := [key for key in old if key in new]):
         raise ValueError(
             "expected measurements of the same operations, but got no operation in both files"

@@ -26,6 +26,29 @@ SHAPES = [(7,), (33, 5), (300_000,)]
 # ---- resume and exchange ----
 
 
+def test_a_state_without_schedules_leaves_those_of_the_program():
+    (param,) = params = parameters(shapes=[(3,)])
+    scheduled = offload(params, lambda step: step + 1.0, weight_decay=lambda step: 0.5)
+    scheduled.load_state_dict(offload(parameters(shapes=[(3,)]), 0.1).state_dict())
+    for lr in (1.0, 2.0):
+        param.grad = torch.ones(3)
+        scheduled.step()
+        (group,) = scheduled.param_groups
+        assert (group["lr"], group["weight_decay"]) == (lr, 0.5)
+
+
+def test_state_has_the_layout_of_its_parameter():
+    """torch's fused kernel reads the moments of a channels-last weight in its order of memory."""
+    convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = offload(list(convolution.parameters()), 0.1)
+    convolution(torch.ones(1, 3, 4, 4)).square().sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()["state"][0]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert saved[key].stride() == convolution.weight.stride()
+        assert torch.equal(saved[key], optimizer.state[convolution.weight][key])
+
+
 @pytest.mark.parametrize("order", ["model-first", "optimizer-first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_resume(dtype, order):

@@ -235,6 +235,10 @@ def test_tables_and_comparisons_show_medians(tmp_path: Path, capsys) -> None:
     assert re.search(r"1 MB +gloo +copy .* 1\.00x$", bench.table(measured(0.001)), re.M)
     for name, seconds in (("a", 0.002), ("b", 0.004)):
         (tmp_path / name).write_text(json.dumps(measured(seconds)))
+    (tmp_path / "list").write_text("[]")
+    words = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "list")]
+    assert cli.main(words) == 1
+    assert "expected files of adasum-hvd bench" in capsys.readouterr().err
     words = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
     assert cli.main(words) == 0
     output = capsys.readouterr().out

@@ -180,6 +180,16 @@ def test_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (
             "expected a file with make(), and --lr above 0" in capsys.readouterr().err
         )
+    no_folder = str(tmp_path / "no" / "picture.png")
+    for words, message in (
+        (
+            ["--demo", str(EXAMPLE), "-o", no_folder],
+            "a picture in a folder that exists",
+        ),
+        (["a", "--optimizer", "adam", "--lr", "1"], "expected --lr with --demo only"),
+    ):
+        assert cli.main(["advise", *words]) == 1
+        assert message in capsys.readouterr().err
     for words in ([], ["run.jsonl", "--demo", str(EXAMPLE)]):
         with pytest.raises(SystemExit):
             cli.main(["advise", *words])

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from adasum_hvd.base.marks import is_marked_local
 
-# Keras's lists that are not state of the step: variables, and moving averages of the weights that
-# all ranks share.
-_NO_SLOTS = ("_variables", "_trainable_variables", "_model_variables_moving_average")
+# Keras's lists that are not state of the step: variables, sums of gradients, and moving averages of
+# the weights that all ranks share.
+_NO_SLOTS = ("_variables", "_trainable_variables", "_accumulated_gradients",
+             "_model_variables_moving_average")  # fmt: skip
 
 
 def inner(optimizer: Any) -> Any:
@@ -61,18 +62,23 @@ def copy_of_weights(optimizer: Any) -> str:
     """Return the name of a list of slots that is a copy of the weights, "" if there is none.
 
     All its slots equal their variables, of which some are not zero. Worker-local variables do not
-    count, nor do slots that follow every change.
+    count. Slots that follow every change count if they have another precision: their variables do
+    not show changes below their own.
     """
     trained = inner(optimizer)._trainable_variables
     following = getattr(inner(optimizer), "slots_that_follow", ())
     for name, slots in slot_lists(optimizer):
-        if name in following:
-            continue
         pairs = [
             (tf.convert_to_tensor(variable), [tf.convert_to_tensor(s) for s in found])
             for variable, found in zip(trained, slots, strict=True)
             if not is_marked_local(variable)
         ]
+        if name in following:
+            if any(
+                s.dtype != variable.dtype for variable, found in pairs for s in found
+            ):
+                return name
+            continue
         depth = min((len(found) for _, found in pairs), default=0)
         for k in range(depth):
             if all(_equal(found[k], variable) for variable, found in pairs) and any(

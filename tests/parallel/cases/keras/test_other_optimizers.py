@@ -153,6 +153,28 @@ def case_keras_optimizers_that_hold_weights_or_others() -> None:
                 fit(model)
 
 
+def case_keras_masters_hide_changes_of_weights() -> None:
+    """Each rank's master has changes that its bfloat16 variable does not show."""
+    for dtype, steps in (("float32", 2), ("bfloat16", 0)):
+        variable = keras.Variable(np.ones(3), dtype=dtype)
+        optimizer = hvd.DistributedOptimizer(hvd.AdamOffload(1e-4), op="adasum-delta")
+        for _ in range(steps):
+            optimizer.apply([tf.ones(3)], [variable])
+        if not steps and hvd.size() > 1:
+            with pytest.raises(ValueError, match="no weights, but got _masters"):
+                optimizer.apply([tf.ones(3, dtype)], [variable])
+
+
+def case_keras_sums_of_gradients_may_equal_the_weights() -> None:
+    """The gradient of half a weight's square is the weight."""
+    variable = keras.Variable(np.ones(3))
+    optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer = hvd.DistributedOptimizer(optimizer, op="adasum-delta")
+    for _ in range(2):
+        optimizer.apply([tf.identity(variable.value)], [variable])
+    assert np.array_equal(variable.numpy(), [0.5] * 3)
+
+
 def case_keras_optimizers_around_are_refused() -> None:
     """Keras's own loss scale would let each rank decide alone whether to take a step."""
     policy = keras.dtype_policies.get("mixed_float16")
