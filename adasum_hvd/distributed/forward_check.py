@@ -57,8 +57,8 @@ class ForwardCheck:
             raise RuntimeError(
                 "adasum_replicate: expected the last backward pass to have ended, but it raised an "
                 "error, after which layers of fully_shard train no more (rank "
-                f"{dist.get_rank()}); call reset_iter_state() of the outermost one on every rank "
-                "(torch 2.13), or resume from a checkpoint"
+                f"{dist.get_rank()}); call reset_iter_state() of each outermost one that ran, "
+                "on every rank (torch 2.13), or resume from a checkpoint"
             )
         for name, parameter in model.named_parameters():
             if self._is_new(name, parameter):

@@ -270,13 +270,16 @@ class SharedBuckets:
         None if the core does not reduce it, or if it cannot be moved; this rank then copies, and
         the others need not know.
         """
-        if not (flat.is_cpu and chosen(*self._ranks).groups):
+        if not (flat.is_cpu and flat.layout is torch.strided):
             return None
         storage = flat.untyped_storage()
-        begin, is_long = storage.data_ptr(), storage.nbytes() >= _LEAST_BYTES
         if storage not in self._seen:
             self._seen.add(storage)
-        elif begin not in self._storages and is_long and not self._copies:
+            return None
+        if not chosen(*self._ranks).groups:
+            return None
+        begin, is_long = storage.data_ptr(), storage.nbytes() >= _LEAST_BYTES
+        if begin not in self._storages and is_long and not self._copies:
             try:
                 begin = self._move(storage)
             except RuntimeError as error:  # of torch's or the core's

@@ -157,12 +157,15 @@ def compare(words: list[str]) -> str:
     """Return a line per operation that both files have: medians, and new over old."""
     if len(words) != 3 or words[0] != "compare":
         raise ValueError(f"expected compare A.json B.json, but got {' '.join(words)}")
-    try:
-        old, new = (medians(json.loads(Path(word).read_text())) for word in words[1:])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"expected files of adasum-hvd bench --output, but got {error!r}"
-        ) from None
+    files = []
+    for word in words[1:]:
+        try:
+            files.append(medians(json.loads(Path(word).read_text())))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"expected files of adasum-hvd bench --output, but got {word}"
+            ) from None
+    old, new = files
     if not (both := [key for key in old if key in new]):
         raise ValueError(
             "expected measurements of the same operations, but got no operation in both files"

@@ -194,9 +194,9 @@ class GradientReducer(Reducer):
                 warnings.warn(
                     "DistributedOptimizer: expected gradients of this step alone, but backward "
                     "added to the reduced gradients of the last one, and AdaSum of such sums is "
-                    "wrong; call zero_grad() between steps, and pass backward_passes_per_step to "
-                    "accumulate",
-                    stacklevel=4,
+                    "wrong; call zero_grad() between steps (not grad.data.zero_(), which is not "
+                    "seen), and pass backward_passes_per_step to accumulate",
+                    stacklevel=6,
                 )
 
     def _check_unchanged(self, in_buckets: bool = False) -> None:

@@ -29,6 +29,7 @@ class Reducer:
     consistency: checks.ConsistencyCheck | None  # None for a single rank
     skip_synchronize = False  # `step()` uses the gradients as they are
     in_step = False  # a closure may run; its `zero_grad()` drops no gradient
+    dropped_after = 0  # local steps of a window whose start a checkpoint has dropped
     scaler_agreed = False  # our GradScaler steps: all ranks have agreed on overflow
     # A reduced change was not finite: read and cleared by the scaler.
     change_overflowed = False

@@ -37,6 +37,7 @@ class DistributedWrapper(torch.optim.Optimizer):
         arguments = [] if closure is None else [closure]
         if is_making_state():  # perhaps on one rank alone
             return super().step(*arguments)
+        self._check_checkpoint()
         self._adasum.in_step = True
         try:
             result = self._adasum.step(*arguments)
@@ -94,19 +95,26 @@ class DistributedWrapper(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus the start of an unfinished window of local steps.
 
-        RuntimeError inside a window if `torch.distributed.checkpoint` asks, which drops the start.
+        `torch.distributed.checkpoint` drops the start: the next step raises, unless a state is
+        loaded before it.
         """
         state = super().state_dict()
         if window := self._adasum.window():
-            if is_inside("_get_optim_state_dict", _CHECKPOINT):
-                raise RuntimeError(
-                    "DistributedOptimizer: expected a checkpoint between windows of local steps, "
-                    f"but got one {window['local_step']} steps into a window, whose start "
-                    f"torch.distributed.checkpoint drops (rank {rank()} of {size()}); save the "
-                    "optimizer's own state_dict() on every rank, or save after the window"
-                )
             state[_STATE_KEY] = window
+            if is_inside("_get_optim_state_dict", _CHECKPOINT):
+                self._adasum.dropped_after = window["local_step"]
         return state
+
+    def _check_checkpoint(self) -> None:
+        """Raise RuntimeError, once, if a checkpoint lacks the start of the window."""
+        steps, self._adasum.dropped_after = self._adasum.dropped_after, 0
+        if steps:
+            raise RuntimeError(
+                "DistributedOptimizer: expected a checkpoint between windows of local steps, but "
+                f"torch.distributed.checkpoint got a state from inside one (local step {steps}), "
+                f"and drops the start of the window (rank {rank()} of {size()}); save the "
+                "optimizer's own state_dict() on every rank, or save after the window"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; a state dict of a plain optimizer starts a new window."""
@@ -119,6 +127,7 @@ class DistributedWrapper(torch.optim.Optimizer):
         if plain is not None and "param_groups" in vars(self):
             plain.param_groups = self.param_groups
         self._adasum.load_window(window)
+        self._adasum.dropped_after = 0
 
     def restart(self) -> None:
         """Restart with an elastic job's current ranks, inside the same window. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import time
 import warnings
 
 import numpy as np
@@ -189,6 +190,20 @@ def case_memory_of_buckets_goes_with_the_model() -> None:
         gc.collect()
         # A thread of the lane closes its own.
         until(lambda before=before: shared_mappings() <= before, 20)
+
+
+def case_sparse_gradients_are_refused_on_all_ranks() -> None:
+    """Also on a rank that has reduced an earlier bucket of the pass by then."""
+
+    def wait(gradient: torch.Tensor) -> None:
+        time.sleep(0.3 * (rank() == 1))
+
+    words, layer = nn.Embedding(30, 400, sparse=True), nn.Linear(400, 400)
+    words.register_forward_hook(lambda *of: of[-1].register_hook(wait) and None)
+    model = DistributedDataParallel(nn.Sequential(words, layer), bucket_cap_mb=0.001)
+    model.register_comm_hook(AdasumState(), adasum_hook)
+    with pytest.raises(ValueError, match=r"expected dense tensors, but got one that"):
+        model(torch.arange(3)).sum().backward()
 
 
 def case_buckets_of_a_wrapper_are_not_kept() -> None:
