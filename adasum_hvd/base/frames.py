@@ -6,6 +6,8 @@ import sys
 import traceback
 from types import FrameType
 
+_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+
 
 def running(function: str, module: str) -> list[FrameType]:
     """Return the frames of a function of a module on this thread, the innermost one first."""
@@ -29,6 +31,11 @@ def is_making_state() -> bool:
     call, take a step with gradients and rates of zero if an optimizer has neither state nor
     gradients. Horovod's own `broadcast_optimizer_state` takes one with zero gradients.
     """
-    return is_inside(
-        "_init_optim_state", "torch.distributed.checkpoint.state_dict"
-    ) or is_inside("broadcast_optimizer_state", "horovod.torch.functions")
+    return is_inside("_init_optim_state", _CHECKPOINT) or is_inside(
+        "broadcast_optimizer_state", "horovod.torch.functions"
+    )
+
+
+def is_saving_state() -> bool:
+    """Return whether `torch.distributed.checkpoint` reads a state: it drops keys of our own."""
+    return is_inside("_get_optim_state_dict", _CHECKPOINT)

@@ -124,6 +124,15 @@ def medians(measured: dict[str, Any]) -> dict[tuple[str, str, str], float]:
     return dict(zip(keys, middle, strict=True))
 
 
+def _medians_of_file(path: str) -> dict[tuple[str, str, str], float]:
+    try:
+        return medians(json.loads(Path(path).read_text()))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"expected files of adasum-hvd bench --output, but got {path}"
+        ) from None
+
+
 def table(measured: dict[str, Any]) -> str:
     """Return a table of times and rates; AdaSum's ratio to an operation is bold if it loses."""
     middle = medians(measured)
@@ -157,15 +166,7 @@ def compare(words: list[str]) -> str:
     """Return a line per operation that both files have: medians, and new over old."""
     if len(words) != 3 or words[0] != "compare":
         raise ValueError(f"expected compare A.json B.json, but got {' '.join(words)}")
-    files = []
-    for word in words[1:]:
-        try:
-            files.append(medians(json.loads(Path(word).read_text())))
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"expected files of adasum-hvd bench --output, but got {word}"
-            ) from None
-    old, new = files
+    old, new = map(_medians_of_file, words[1:])
     if not (both := [key for key in old if key in new]):
         raise ValueError(
             "expected measurements of the same operations, but got no operation in both files"

@@ -26,7 +26,7 @@ from adasum_hvd.offload.optimizer import AdamOffload
 from adasum_hvd.parallel.torch_modes import detect
 from adasum_hvd.torch import marks
 from adasum_hvd.torch.compression import Compression, compressions
-from adasum_hvd.torch.objects import allgather_object, ranks_of
+from adasum_hvd.torch.objects import allgather_object, here, ranks_of
 from adasum_hvd.torch.optimizer.buckets import NamedParameter
 from adasum_hvd.torch.optimizer.delta import DeltaReducer
 from adasum_hvd.torch.optimizer.gradient import GradientReducer
@@ -129,7 +129,7 @@ def _refuse_step(stepping: Any, *_: Any) -> None:
         raise RuntimeError(
             f"{type(stepping).__name__}: expected steps of the optimizer that DistributedOptimizer "
             "returned, but got one of the optimizer that was passed to it, which reduces nothing "
-            f"(rank {rank()} of {size()}); use the returned one, or a copy of this one alone"
+            f"{here()}; use the returned one, or a copy of this one alone"
         )
 
 

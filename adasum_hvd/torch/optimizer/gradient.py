@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ class GradientReducer(Reducer):
     # A weak reference to our GradScaler that has unscaled last.
     scaler: Callable[[], Any] | None = None
 
-    # One of the parameters, and its gradient of the last step; none after a warning.
-    _last: Sequence[tuple[torch.Tensor, Reduced]] = ()
+    # One of the parameters, and its gradient of the last step; None after a warning.
+    _last: tuple[torch.Tensor, Reduced] | None = None
     _warned = False
 
     def __init__(self, *arguments: Any):
@@ -180,24 +179,26 @@ class GradientReducer(Reducer):
             bucket.write_back()
         if ops.is_adasum(self.options.op) and not (self.alone or self._warned):
             several = (p for bucket in self.flat_buckets for p in bucket.params)
-            present = ((p, noted(p.grad)) for p in several if p.grad is not None)
-            self._last = [*islice(present, 1)]
+            one = next((p for p in several if p.grad is not None), None)
+            self._last = None if one is None else (one, noted(one.grad))
         self._reset(synchronized=True)
         self._follow_sparse()
 
     def _warn_of_sums(self) -> None:
         """Warn, once, if backward has added to gradients of the last step."""
-        for parameter, last in self._last:
-            passes = self._counter.passes_of(parameter)
-            if passes and writes_to(parameter.grad, last) == passes:
-                self._last, self._warned = (), True
-                warnings.warn(
-                    "DistributedOptimizer: expected gradients of this step alone, but backward "
-                    "added to the reduced gradients of the last one, and AdaSum of such sums is "
-                    "wrong; call zero_grad() between steps (not grad.data.zero_(), which is not "
-                    "seen), and pass backward_passes_per_step to accumulate",
-                    stacklevel=6,
-                )
+        if self._last is None:
+            return
+        parameter, last = self._last
+        passes = self._counter.passes_of(parameter)
+        if passes and writes_to(parameter.grad, last) == passes:
+            self._last, self._warned = None, True
+            warnings.warn(
+                "DistributedOptimizer: expected gradients of this step alone, but backward added "
+                "to the reduced gradients of the last one, and AdaSum of such sums is wrong; call "
+                "zero_grad() between steps (not grad.data.zero_(), which is not seen), and pass "
+                "backward_passes_per_step to accumulate",
+                stacklevel=6,
+            )
 
     def _check_unchanged(self, in_buckets: bool = False) -> None:
         """Raise RuntimeError if a gradient (in a bucket) was changed after backward."""

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import rank, size
 
-from adasum_hvd.base.frames import is_inside, is_making_state
+from adasum_hvd.base.frames import is_making_state, is_saving_state
+from adasum_hvd.torch.objects import here
 from adasum_hvd.torch.optimizer.reducer import Reducer
 
 _STATE_KEY = "adasum_delta"
-_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 StepClosure = Callable[[], Any] | None
 
 
@@ -101,7 +100,7 @@ class DistributedWrapper(torch.optim.Optimizer):
         state = super().state_dict()
         if window := self._adasum.window():
             state[_STATE_KEY] = window
-            if is_inside("_get_optim_state_dict", _CHECKPOINT):
+            if is_saving_state():
                 self._adasum.dropped_after = window["local_step"]
         return state
 
@@ -112,8 +111,8 @@ class DistributedWrapper(torch.optim.Optimizer):
             raise RuntimeError(
                 "DistributedOptimizer: expected a checkpoint between windows of local steps, but "
                 f"torch.distributed.checkpoint got a state from inside one (local step {steps}), "
-                f"and drops the start of the window (rank {rank()} of {size()}); save the "
-                "optimizer's own state_dict() on every rank, or save after the window"
+                f"and drops the start of the window {here()}; save the optimizer's own "
+                "state_dict() on every rank, or save after the window"
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
