@@ -7,9 +7,10 @@ NP     ?= 4
 PACKAGES ?= $(PINS) --editable '.[dev]'
 # Python 3.11 is the version of the containers, so it can have their exact versions, indirect ones included.
 PINS   := $(shell $(PYTHON) -c "import sys; print('--constraint docker/constraints.txt' if sys.version_info[:2] == (3, 11) else '')")
-# Installs the packages $(1), with a line about it.
+# Installs the packages $(1), with a line about it. The core needs none of them.
 define INSTALL
 	@echo "installing the pinned packages (where the configured index holds only torch's CUDA build: several GB)"
+	@($(CORE) &)
 	@$(BIN)/python -m pip install -q -q --no-build-isolation $(1) & pip=$$!; \
 	  while kill -0 $$pip 2> /dev/null; do \
 	    printf '\r%s in .venv ' "$$(du -sh $(VENV) 2> /dev/null | cut -f1)"; sleep 3; done; \

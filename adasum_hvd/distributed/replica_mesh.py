@@ -41,6 +41,10 @@ _WRAPPED = {  # by class of a module
 }
 
 
+# Gloo's reduce-scatter took an average for a sum, silently: pytorch issue 162338.
+GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+
+
 class _Place(NamedTuple):
     ranks: tuple[int, ...]  # that hold the same shards
     hosts: tuple[int, ...]  # of these
@@ -155,6 +159,11 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
         found = _WRAPPED.get(type(module).__name__)
         if is_replicated(module):
             found = "is under torch's replicate, which averages gradients; leave it out"
+        if GLOO_SUMS and is_fsdp_module(module) and _averages_on_cpus(module):
+            found = (
+                f"is sharded on CPUs, where fully_shard of torch {torch.__version__} sums "
+                "gradients that it should average; install torch 2.9 or newer"
+            )
         if found:
             yield f"{name or 'the model'} {found}"
     is_sharded = any(
@@ -189,6 +198,14 @@ def problems(model: torch.nn.Module, ranks: list[int], rank: int) -> Iterator[st
                 f"buffer {name} is sparse, and would be broadcast; make it dense, or call "
                 "mark_worker_local on it if the replicas have equal ones"
             )
+
+
+def _averages_on_cpus(module: Any) -> bool:
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None or group.device.type != "cpu":
+        return False
+    forced = getattr(group, "force_sum_reduction_for_comms", False)
+    return group.mesh_info.shard_mesh_size > 1 and not forced
 
 
 def _shared(parameter: Any, both: list[int]) -> str:

@@ -34,6 +34,7 @@ from adasum_hvd.distributed import (
     check_replicas,
     mark_worker_local,
     native,
+    replica_mesh,
 )
 from tests.parallel.harness.sharded import (
     MESHES,
@@ -252,6 +253,10 @@ def case_what_is_refused_on_every_rank() -> None:
     refused(r"weight is on the meta device.*; call to_empty\(\)", empty)
     refused("weight has dtype torch.complex64", nn.Linear(4, 4, dtype=torch.complex64))
     refused("dense gradients, but the model has", nn.Embedding(4, 4, sparse=True))
+    with mock.patch.object(replica_mesh, "GLOO_SUMS", True):
+        model = Model()
+        shard(model, 2)
+        refused("the model is sharded on CPUs, where .* sums gradients", model)
     # Ranks of other replicas, of other shards and without a problem raise, too.
     last = dist.get_world_size() - 1
     own = mesh if rank() == last else mesh["replica"]
