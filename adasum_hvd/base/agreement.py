@@ -51,12 +51,21 @@ def refuse_process_set(process_set: Any, all_ranks: object) -> None:
             "process_set: expected all ranks in an elastic job, but got "
             f"{process_set}, which ends when ranks come or go; leave it out"
         )
+    registered(process_set)
+
+
+def registered(process_set: Any) -> Any:
+    """Return a process set; ValueError if it is not registered, or not any more.
+
+    TensorFlow would reduce over all ranks instead.
+    """
     if process_set.process_set_id is None:
         raise ValueError(
             f"process_set: expected one that is registered, but got {process_set}, which is not; "
             "pass it to hvd.init(process_sets=[...]), or set "
             "HOROVOD_DYNAMIC_PROCESS_SETS=1 and call hvd.add_process_set() on every rank"
         )
+    return process_set
 
 
 def comparable(settings: dict[str, object]) -> dict[str, object]:

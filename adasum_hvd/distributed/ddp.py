@@ -9,6 +9,7 @@ References:
     arXiv 2006.02924, section 3; docs/distributed.md.
 """
 
+import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -49,8 +50,8 @@ class AdasumState(Ruled):
     """The state of :func:`adasum_hook` for one DDP model.
 
     Args:
-        process_group: DDP's, or its mesh of one dimension; by default the default one, as torch's
-            own hooks: DDP does not tell the hook its group.
+        process_group: DDP's, or its mesh of one dimension; by default the default one. Another
+            one than DDP's is an error of the first backward pass.
         compression: `Compression.fp16` or `Compression.bf16` (torch.float16 or torch.bfloat16):
             two bytes on the wire. By default gradients travel in their own dtype.
         rule: as of `adasum_all_reduce`, or "adascale": the mean, and the state has its `gain`.
@@ -131,9 +132,27 @@ class AdasumState(Ruled):
         if key not in self._buckets:
             sizes = tuple(parameter.numel() for parameter in parameters)
             problem = next(filter(None, map(self._problem, parameters)), "")
+            if not index:  # not for every bucket, because it searches all objects
+                problem = problem or self._group_problem()
             entry = f"{index}/{hash(sizes)}"
             self._buckets[key] = _Bucket(parameters, entry, sizes, problem)
         return self._buckets[key]
+
+    def _group_problem(self) -> str:
+        """Return why this state is not for the ranks of its models, or ""."""
+        mine, hooked = self.communicator.ranks, (adasum_hook, self)
+        for model in gc.get_objects():
+            # Not `isinstance`, because proxies of other packages answer it.
+            if not issubclass(type(model), DistributedDataParallel):
+                continue
+            if hooked in getattr(model, "_comm_hooks", ()):
+                ranks = dist.get_process_group_ranks(model.process_group)
+                if {*ranks} != {*mine}:
+                    return (
+                        f"expected the ranks of DDP's process group, {ranks}, but got a state "
+                        f"for {mine}; pass that group, AdasumState(process_group=...)"
+                    )
+        return ""
 
     def _problem(self, parameter: torch.Tensor) -> str:
         if is_marked_local(parameter):

@@ -28,6 +28,7 @@ from adasum_hvd.distributed.units import Unit
 _COLLECTIVE = {  # by class, what a step sends
     "DeMo": "gradients",
     "DistributedMuon": "updates",
+    "PostLocalSGDOptimizer": "weights, to average them",
     "WSAM": "gradients",
     "ZeroRedundancyOptimizer": "the parts that they have changed",
 }

@@ -31,7 +31,7 @@ from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
 from adasum_hvd.monitor.statistics import TensorRecord, width
 
-SETTING = "ADASUM_HVD_CORE"  # "off": torch's operations
+SETTING = "ADASUM_HVD_CORE"  # other than "on": torch's operations
 LIMIT = "of the process group's timeout"
 _LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
 
@@ -109,8 +109,8 @@ def _agree_with_shards(
 
 def _agree(communicator: Communicator, rule: Rule) -> Choice:
     group, why = None, core.why_missing()
-    if os.environ.get(SETTING) == "off":
-        why = f"{SETTING}=off"
+    if (value := os.environ.get(SETTING) or "on") != "on":
+        why = f"{SETTING}={value}"
     hosts, places = hosts_of(communicator), sites_of(communicator).places
     network = _Messages(communicator) if len(set(places)) > 1 else None
     if network and not communicator.on_gloo(torch.device("cpu")):

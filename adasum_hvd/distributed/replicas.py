@@ -20,11 +20,13 @@ from adasum_hvd.distributed.sharding import local_of, repeated
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits, of a DTensor those of its local part."""
+    """Return a hash of a tensor's dtype, shape and bits, of a DTensor those of its local part."""
     local = local_of(tensor.detach())
     data = torch.empty(local.numel(), dtype=local.dtype, device="cpu")
     data.copy_(local.reshape(-1))
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+    found = hashlib.sha256(repr((local.dtype, local.shape)).encode())
+    found.update(data.view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def named_tensors(

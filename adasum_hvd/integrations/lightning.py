@@ -8,7 +8,6 @@ import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from adasum_hvd.distributed import adasum_replicate, register_adasum_hook
 
@@ -43,8 +42,8 @@ class AdasumDDPStrategy(_Adasum, DDPStrategy):
 class AdasumFabricStrategy(_Adasum, FabricDDPStrategy):
     """Fabric's `DDPStrategy` with AdaSum; as :class:`AdasumDDPStrategy`."""
 
-    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
-        """Wrap a model and register the hook."""
+    def setup_module(self, module: torch.nn.Module) -> Any:
+        """Wrap a model in DDP and register the hook."""
         model = super().setup_module(module)
         self.state = register_adasum_hook(model, **self._adasum)
         return model
@@ -75,9 +74,8 @@ class AdasumFSDP2Strategy(_Adasum, ModelParallelStrategy):
             )
         shape = self._replicas, ranks // self._replicas, tensor
         names = "replica", *self.device_mesh.mesh_dim_names
-        device = self.root_device.type
-        self._device_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-        self.lightning_module._device_mesh = self._device_mesh
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        self._device_mesh = self.lightning_module._device_mesh = mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -90,6 +88,10 @@ class AdasumFSDP2Strategy(_Adasum, ModelParallelStrategy):
         super().setup(trainer)
         mesh = self.device_mesh["replica"]
         self.state = adasum_replicate(self.model, mesh, **self._adasum)
+
+    def block_backward_sync(self) -> Any:
+        """Return a context in which gradients accumulate, for `accumulate_grad_batches`."""
+        return self.state.no_sync()
 
     def teardown(self) -> None:
         """Leave the model to another Trainer."""

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from adasum_hvd.base.agreement import refuse_elastic
+from adasum_hvd.base.agreement import refuse_elastic, registered
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.options import ProcessSet, check_count
 from adasum_hvd.parallel.context import check_bool
@@ -70,7 +70,7 @@ class GradReducer(ABC):
                 stacklevel=2,
             )
         check_bool("DistributedGradReducer: mean", mean)
-        self._group = self._all_ranks if group is None else group
+        self._group = registered(self._all_ranks if group is None else group)
         degree = self._group.size() if degree is None else degree
         check_count("DistributedGradReducer: degree", degree)
         self._factor = 1.0 / degree if mean else 1.0

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -116,6 +117,11 @@ def save(
     """
     named = {tensor: found[-1] for found, tensor in _tensors(model, names)}
     weights = {name: tensor for tensor, name in named.items()}
+    if twice := [name for name, n in Counter(named.values()).items() if n > 1]:
+        raise ValueError(
+            f"MindSpore checkpoint {path}: expected a name for each tensor, but got {twice[0]} for "
+            "several; pass others as names"
+        )
     state: list[Entry] = []
     if (optimizer := _inside(optimizer)) is not None:
         parameters = _parameters(optimizer, named)

@@ -98,7 +98,13 @@ def _in_model(model: Any) -> Iterator[Finding]:
         stage = model.zero_optimization_stage()
         yield Finding("deepspeed", f"a {kind} with ZeRO stage {stage}")
     inner = getattr(model, "submod", model)
-    modules = list(inner.modules()) if hasattr(inner, "modules") else []
+    has_modules = hasattr(inner, "modules")
+    if not (has_modules or model is None or _is_deepspeed(model)):
+        raise TypeError(
+            "model: expected a module, an engine, or a pipeline's stage or pipe, but got "
+            f"{kind}; pass one of these, such as one stage for a schedule"
+        )
+    modules = [*inner.modules()] if has_modules else []
     modules = [module for module in modules if not _keeps_local(module)]
     for mode, (package, name) in _WRAPPERS.items():
         if any(_is(module, package, name) for module in modules):

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import functions, mpi_ops
 
-from adasum_hvd.base.agreement import compare_parameters
+from adasum_hvd.base.agreement import compare_parameters, registered
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.parallel.tensorflow_modes import native
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
@@ -47,7 +47,7 @@ def allgather_object(
     """
     name = name or "adasum.allgather_object"
     with _session(session) as used:
-        return functions.allgather_object(obj, used, name, process_set)
+        return functions.allgather_object(obj, used, name, registered(process_set))
 
 
 def broadcast_object(
@@ -58,7 +58,8 @@ def broadcast_object(
 ) -> Any:
     """Return the root's `obj`, as :func:`allgather_object`. Collective; blocks."""
     with _session() as used:
-        return functions.broadcast_object(obj, root_rank, used, name, process_set)
+        ranks = registered(process_set)
+        return functions.broadcast_object(obj, root_rank, used, name, ranks)
 
 
 def broadcast_variables(
@@ -114,6 +115,6 @@ def _broadcast(
         root_rank,
         name=f"adasum.broadcast.{index}",
         ignore_name_scope=True,
-        process_set=process_set,
+        process_set=registered(process_set),
     )
     return received if wire_dtype is None else tf.bitcast(received, value.dtype)

@@ -171,7 +171,7 @@ def allreduce(
     reduction = ops.requested(op, average, _with_average)
     common: Any = {
         "prescale_factor": prescale_factor, "postscale_factor": postscale_factor,
-        "process_set": process_set, "ignore_name_scope": ignore_name_scope,
+        "process_set": agreement.registered(process_set), "ignore_name_scope": ignore_name_scope,
     }  # fmt: skip
     tensor = unfolded(tensor)
     if not ops.is_adasum(reduction):
@@ -211,7 +211,7 @@ def grouped_allreduce(
         return []
     common: Any = {
         "prescale_factor": prescale_factor, "postscale_factor": postscale_factor,
-        "process_set": process_set, "ignore_name_scope": ignore_name_scope,
+        "process_set": agreement.registered(process_set), "ignore_name_scope": ignore_name_scope,
     }  # fmt: skip
     tensors = list(map(unfolded, tensors))
     if not ops.is_adasum(reduction):

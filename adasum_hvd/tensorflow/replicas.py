@@ -20,7 +20,10 @@ from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 
 def digest(variable: Any) -> str:
     """Return the hash of a variable's bits."""
-    return hashlib.sha256(np.asarray(variable).tobytes()).hexdigest()
+    array = np.asarray(variable)
+    found = hashlib.sha256(repr((array.dtype, array.shape)).encode())
+    found.update(array.tobytes())
+    return found.hexdigest()
 
 
 def _state(optimizer: Any) -> Iterator[Any]:

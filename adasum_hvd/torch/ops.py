@@ -171,13 +171,14 @@ def _reduction_like(horovod_function: Reduction, doc: str) -> Reduction:
         given = bound.arguments
         tensors = list(given[first]) if grouped else [given[first]]
         op = ops.requested(given["op"], given.pop("average"), _with_average)
-        name = given["name"]
+        name, process_set = given["name"], agreement.registered(given["process_set"])
         check_tensors(tensors, name, op)
         if tensors and not ops.is_adasum(op):
             inputs = tensors if grouped else tensors[0]
+            given["name"] = name or wire.nameless(process_set)
             return horovod_function(**given | {first: inputs, "op": int(op)})
         factors = given["prescale_factor"], given["postscale_factor"]
-        options = name, op, *factors, given["process_set"], grouped
+        options = name, op, *factors, process_set, grouped
         if waits and not in_place:
             return _reduce(tensors, *options, compression=given["compression"])
         if in_place and overlap(tensors):

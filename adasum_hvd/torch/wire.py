@@ -93,8 +93,13 @@ def nameless(process_set: ProcessSet) -> str:
     return f"adasum.noname.{process_set.process_set_id}.{next(count)}"
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in memory as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
 def _needs_no_copy(tensor: torch.Tensor) -> bool:
-    return tensor.dtype != torch.bfloat16 and tensor.is_contiguous()
+    return tensor.dtype != torch.bfloat16 and _is_plain(tensor)
 
 
 def _with_copies(
@@ -103,7 +108,7 @@ def _with_copies(
     """Return the tensors to send and to receive, and (copy, output) pairs."""
     sent, received, copies = [], [], []
     for tensor, output in zip(tensors, outputs, strict=True):
-        if as_bits and tensor.is_contiguous() and output.is_contiguous():
+        if as_bits and _is_plain(tensor) and _is_plain(output):
             tensor, output = tensor.view(torch.float16), output.view(torch.float16)
         elif as_bits or not (_needs_no_copy(tensor) and _needs_no_copy(output)):
             widens = tensor.dtype == torch.bfloat16 and not as_bits

@@ -227,18 +227,21 @@ def lightning_fsdp2() -> None:
             dist.all_gather(every, gradient)
             assert all(torch.equal(gradient, one) for one in every)
 
-    def trainer_of(epochs: int) -> object:
+    def trainer_of(epochs: int, passes: int = 1) -> object:
         strategy = AdasumFSDP2Strategy(
             replicas=2, rule="adasum", data_parallel_size=ranks, tensor_parallel_size=1
         )
-        return lightning_trainer(strategy, epochs, gradient_clip_val=5.0)
+        return lightning_trainer(
+            strategy, epochs, gradient_clip_val=5.0, accumulate_grad_batches=passes
+        )
 
     torch.manual_seed(RANK)  # the first replica's weights are everyone's
     trainer, module, resumed = fit_and_resume(Sharded, trainer_of)
     sampler = trainer.train_dataloader.sampler
     assert (sampler.num_replicas, sampler.rank) == (ranks, RANK)
     assert resumed.losses[0] < module.losses[0]
-    trainer_of(4).fit(resumed, loader(), loader())  # the same model in another Trainer
+    # The same model in another Trainer.
+    trainer_of(4, passes=2).fit(resumed, loader(), loader())
     report(resumed, module.losses + resumed.losses)
 
 

@@ -187,8 +187,9 @@ def test_ranks_end_with_exec_whatever_ends_it(tmp_path: Path) -> None:
     launcher.communicate(timeout=SECONDS)  # until nobody is left who could write
 
 
-def test_exec_of_what_is_no_program() -> None:
-    words = [*EXEC, "--nprocs", "2", "--", "no-such-program"]
+@pytest.mark.parametrize("ranks", [[], ["--nprocs", "2"]])
+def test_exec_of_what_is_no_program(ranks: list[str]) -> None:
+    words = [*EXEC, *ranks, "--", "no-such-program"]
     status, output = run_launcher(words, environment(), SECONDS)
     assert status == 1 and "No such file or directory: 'no-such-program'" in output
 

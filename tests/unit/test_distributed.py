@@ -18,6 +18,7 @@ from adasum_hvd.distributed.coefficients import (
 )
 from adasum_hvd.distributed.exchange import sums_by_tensor
 from adasum_hvd.distributed.reduction import plan, power_of_two_scale
+from adasum_hvd.distributed.replicas import digest
 from adasum_hvd.distributed.slices import (
     BLOCK_ELEMENTS,
     PADDED_ELEMENTS,
@@ -226,3 +227,9 @@ def test_products_of_a_block_do_not_depend_on_the_number_of_blocks(
     for count in range(1, 10):
         together = _products(blocks[:, :count], blocks[:, :count])
         assert torch.equal(together, torch.cat(alone[:count])), count
+
+
+def test_equal_bits_of_other_shapes_or_dtypes_differ() -> None:
+    zeros = torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32)
+    assert len({*map(digest, zeros)}) == 3
+    assert digest(zeros[0]) == digest(torch.zeros(3, 2).t())

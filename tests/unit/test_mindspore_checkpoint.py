@@ -209,6 +209,8 @@ def test_names_ties_and_shapes(tmp_path: Path):
         ValueError, match=r"names in model\.state_dict\(\), but got \['x"
     ):
         load(path, other, names={"x": "scale"})
+    with pytest.raises(ValueError, match="expected a name for each tensor, but got co"):
+        save(path, model, names={"single": "count"})
 
 
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path):

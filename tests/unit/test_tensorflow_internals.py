@@ -21,6 +21,7 @@ from adasum_hvd.horovod import binding
 from adasum_hvd.horovod.build import prerequisites, sources
 from adasum_hvd.tensorflow import ops as tf_ops
 from adasum_hvd.tensorflow.horovod_arguments import by_name
+from adasum_hvd.tensorflow.replicas import digest
 
 
 def test_the_op_answers():
@@ -184,3 +185,8 @@ def test_the_stream_function_that_tensorflow_lacks(tmp_path):
     ).stdout
     expected = "stream_executor::gpu::AsGpuStreamValue(stream_executor::Stream*)"
     assert f" T {expected}\n" in symbols
+
+
+def test_equal_bits_of_other_shapes_or_dtypes_differ():
+    zeros = tf.zeros((2, 3)), tf.zeros((3, 2)), tf.zeros((2, 3), tf.int32)
+    assert len({*map(digest, zeros)}) == 3

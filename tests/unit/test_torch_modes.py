@@ -78,6 +78,10 @@ def test_pipeline():
     split = {"1": SplitPoint.BEGINNING}
     pipe = pipeline(model, mb_args=(torch.zeros(2, 3),), split_spec=split)
     assert [(f.mode, f.stages) for f in detect(model=pipe)] == [("pipeline", 2)]
+    with pytest.raises(
+        TypeError, match=r"expected a module, .* but got list; pass one"
+    ):
+        detect(model=[stage, stage])
 
 
 def test_ddp():

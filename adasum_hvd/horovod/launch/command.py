@@ -33,6 +33,8 @@ def run(command: list[str], processes: int | None) -> int:
     other ranks are then ended. A killed rank counts as 128 plus the signal's number, and so does a
     signal to this process, which all ranks get.
     """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     context = variables.context_to_start(os.environ, mpi="")
     if processes is not None:
         is_rank = context is None and variables.starts_by_itself(os.environ, mpi="")
@@ -81,8 +83,6 @@ class _Ranks:
     def __init__(self, command: list[str], environments: Sequence[Mapping[str, str]]):
         self._status = 0
         self._signal = signal.SIGTERM  # for the ranks that run when one has failed
-        if shutil.which(command[0]) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's stays
                 signal.signal(number, self._on_signal)

@@ -19,6 +19,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from adasum_hvd.base import ops
+from adasum_hvd.base.agreement import registered
 from adasum_hvd.base.options import ProcessSet
 
 _order_variables: dict[str, tf.Variable] = {}  # by name
@@ -39,7 +40,7 @@ def reduce_named(
     """
     specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
     name, ordered = _in_graph(name)
-    number = process_set.process_set_id
+    number = registered(process_set).process_set_id
     function = _reducing(name, ordered, op, factors, number, specs)
     return list(function(*tensors))
 
@@ -57,7 +58,8 @@ def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
     """Return all ranks' tensors, one after the other, as :func:`reduce_named`. Collective."""
     spec = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
     name, ordered = _in_graph(name)
-    return _gathering(name, ordered, process_set.process_set_id, spec)(tensor)
+    number = registered(process_set).process_set_id
+    return _gathering(name, ordered, number, spec)(tensor)
 
 
 def _in_graph(name: str) -> tuple[str, bool]:

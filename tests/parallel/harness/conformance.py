@@ -205,3 +205,6 @@ def layouts(engine: Engine) -> None:
     assert torch.equal(engine.reduce(mine, "layout.t"), flat)
     engine.reduce_in_place(mine, "layout.t_")
     assert torch.equal(mine, flat)
+    signs = torch._neg_view(-flat)  # which are not in memory
+    again = engine.reduce(flat, "layout.again")
+    assert torch.equal(engine.reduce(signs, "layout.signs"), again)

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import (
+    PeriodicModelAverager,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -132,9 +135,13 @@ def case_optimizers_whose_steps_are_collective() -> None:
         """As that of pytorch_optimizer, which averages gradients by itself."""
 
     model = model_of()
-    for kind in (ZeroRedundancyOptimizer, WSAM):
-        first = [torch.optim.SGD] if kind is ZeroRedundancyOptimizer else []
-        optimizer = kind(model.parameters(), *first, lr=RATE)
+    plain = torch.optim.SGD(model.parameters(), RATE)
+    for optimizer in (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=RATE),
+        PostLocalSGDOptimizer(plain, PeriodicModelAverager(2)),
+        WSAM(model.parameters(), RATE),
+    ):
+        kind = type(optimizer)
         with pytest.raises(ValueError, match=f"got {kind.__name__}, whose ranks send"):
             reduce_changes(optimizer)
         with pytest.raises(ValueError, match=f"got {kind.__name__}, whose ranks send"):

@@ -97,6 +97,16 @@ def case_process_group() -> None:
             AdasumState(group)
 
 
+def case_a_state_for_other_ranks_than_ddps() -> None:
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    wrapped = ENGINE.wrapped(model_of(), process_group=groups[rank()])
+    words = (
+        r"expected the ranks of DDP's process group, \[0\], but got a state for \[0, 1"
+    )
+    with pytest.raises(ValueError, match=words):
+        loss_of(wrapped, rank(), 0).backward()
+
+
 def case_rules_and_groups() -> None:
     model = ENGINE.wrapped(model_of(), AdasumState(rule="mean"))
     ddp.train(model, sgd(model.parameters()))

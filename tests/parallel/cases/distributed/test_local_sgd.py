@@ -454,7 +454,7 @@ def case_traffic_between_replicas_falls_by_the_steps_of_a_window() -> None:
         shard(model, 2)
         optimizer = sgd(model)
         local_sgd = LocalSGD(optimizer, model, mesh_of(2)["replica"], every)
-        with mock.patch.dict(os.environ, ADASUM_HVD_CORE="off"):
+        with mock.patch.dict(os.environ, ADASUM_HVD_CORE="0"):
             train(model, optimizer, range(every))
         with bytes_sent() as sent:
             train(model, optimizer, range(8))

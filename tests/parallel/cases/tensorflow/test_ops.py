@@ -14,8 +14,10 @@ import tensorflow as tf
 
 import adasum_hvd.tensorflow as hvd
 from adasum_hvd import reference
+from adasum_hvd.base import ops
 from adasum_hvd.horovod import binding
 from adasum_hvd.tensorflow import ops as tf_ops
+from adasum_hvd.tensorflow.reduction import named
 
 SIZES = (1, 7, 4096, 300, 4097, 100_003, 8)
 
@@ -180,6 +182,15 @@ def case_process_set() -> None:
         assert hvd.allgather_object(hvd.rank(), process_set=pair) == members
     align()
     hvd.remove_process_set(pair)
+    for call in (
+        lambda: hvd.allreduce(mine(3), op=hvd.Adasum, process_set=pair),
+        lambda: hvd.grouped_allreduce([mine(3)], op=hvd.Sum, process_set=pair),
+        lambda: hvd.broadcast_variables([tf.Variable(1.0)], 1, pair),
+        lambda: named.reduce_named([mine(3)], "removed", ops.Adasum, pair),
+        lambda: named.gather_named(mine(3), "removed", pair),
+    ):
+        with pytest.raises(ValueError, match="expected one that is registered"):
+            call()
 
 
 def case_tape() -> None:

@@ -175,6 +175,8 @@ def case_reducer_refuses_what_it_would_lose() -> None:
             TypeError, match="expected a tensor, or a list or tuple of t"
         ):
             reducer(wrong)
+    with pytest.raises(ValueError, match="expected one that is registered"):
+        hvd.DistributedGradReducer([], mean=True, group=hvd.ProcessSet([0]))
 
 
 def case_marks_refuse_what_holds_parameters() -> None:

@@ -206,6 +206,11 @@ def case_process_set() -> None:
     else:
         with pytest.raises(ValueError, match="not a member"):
             hvd.allreduce(torch.ones(3), op=hvd.Adasum, name="evens", process_set=EVENS)
+    # Ranks that have made another number of calls have the same name for this one.
+    assert torch.equal(hvd.allreduce(torch.ones(1), op=hvd.Average), torch.ones(1))
+    for op in (hvd.Adasum, hvd.Average):
+        with pytest.raises(ValueError, match="expected one that is registered"):
+            hvd.allreduce(torch.ones(3), op=op, process_set=hvd.ProcessSet([0]))
 
 
 @pytest.mark.parametrize("dtype_name", ["int32", "int64"])
