@@ -17,12 +17,7 @@ from horovod.tensorflow import mpi_ops
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.horovod.elastic.state import SharedState, running
 from adasum_hvd.parallel.tensorflow_modes import native
-from adasum_hvd.tensorflow import ops
-from adasum_hvd.tensorflow.broadcasting import (
-    allgather_object,
-    broadcast_object,
-    broadcast_variables,
-)
+from adasum_hvd.tensorflow import broadcasting, ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
@@ -40,11 +35,11 @@ class _State(SharedState):
     """The common base of TensorFlow's states: shared objects, and committed variables."""
 
     _agree = staticmethod(ops.agree)
-    _gather = staticmethod(allgather_object)
-    _broadcast = staticmethod(broadcast_object)
+    _gather = staticmethod(broadcasting.allgather_object)
+    _broadcast = staticmethod(broadcasting.broadcast_object)
 
     def __init__(self, **kwargs: Any):
-        super().__init__(broadcast_object, mpi_ops.rank, **kwargs)
+        super().__init__(broadcasting.broadcast_object, mpi_ops.rank, **kwargs)
         self._commit()
 
     def _trained(self) -> Callable[[Any], bool]:
@@ -142,7 +137,7 @@ class TensorFlowKerasState(_State):
             inner(self.optimizer).compare_ranks()
         own = self._own() if self._survived else []
         values = self._read(own)
-        broadcast_variables(self._given(), root)
+        broadcasting.broadcast_variables(self._given(), root)
         self._write(own, values)
 
 
@@ -192,10 +187,12 @@ class TensorFlowState(_State):
         own = [v for v in self.variables if self._survived and is_marked_local(v)]
         values = self._read(own)
         if tf.executing_eagerly():
-            broadcast_variables(self.variables, root)
+            broadcasting.broadcast_variables(self.variables, root)
         else:
             received = [
-                broadcast_object(value, root, f"adasum.elastic.variables.{index}")
+                broadcasting.broadcast_object(
+                    value, root, f"adasum.elastic.variables.{index}"
+                )
                 for index, value in enumerate(self._read(self.variables))
             ]
             self._write(self.variables, received)

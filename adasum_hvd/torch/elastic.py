@@ -17,11 +17,7 @@ from horovod.torch.elastic import TorchState as HorovodState
 from horovod.torch.elastic import state as horovod_state
 
 from adasum_hvd.horovod.elastic.state import SharedState, running
-from adasum_hvd.torch import marks, ops
-from adasum_hvd.torch.broadcasting import (
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from adasum_hvd.torch import broadcasting, marks, ops
 from adasum_hvd.torch.objects import allgather_object, broadcast_object
 from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 
@@ -58,7 +54,7 @@ def _sync_module(module: torch.nn.Module, root: int, survived: bool) -> None:
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name not in own
     }
-    broadcast_parameters(shared, root)
+    broadcasting.broadcast_parameters(shared, root)
     rest = {name: v for name, v in state.items() if name not in shared}
     root_rest = broadcast_object(rest, root, "adasum.elastic.model")
     if root_rest and not survived:
@@ -71,7 +67,7 @@ def _sync_optimizer(optimizer: Any, root: int, survived: bool) -> None:
     if distributed:
         optimizer.restart()
     own = distributed and not optimizer._reduces_gradients
-    broadcast_optimizer_state(optimizer, root, keep=own and survived)
+    broadcasting.broadcast_optimizer_state(optimizer, root, keep=own and survived)
     if own:
         reducer, name = optimizer._adasum, "adasum.elastic.window"
         reducer.load_window(broadcast_object(reducer.window(), root, name))

@@ -144,8 +144,7 @@ def test_progress_reads_ninja_and_make(capsys):
 def test_wanting_what_is_not_there(monkeypatch, capsys):
     with pytest.raises(build.BuildError, match="expected jax"):
         environment.detect(["jax"])
-    for module in (build, environment):
-        monkeypatch.setattr(module, "scripts_path", lambda: "/nonexistent")
+    monkeypatch.setattr(environment, "scripts_path", lambda: "/nonexistent")
     with pytest.raises(build.BuildError, match="expected mpicxx on PATH"):
         environment.detect(["torch"], mpi=True)
     with pytest.raises(build.BuildError, match="expected cmake"):

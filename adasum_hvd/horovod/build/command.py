@@ -17,24 +17,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from adasum_hvd.horovod.build import nccl
-from adasum_hvd.horovod.build.environment import (
-    BuildError,
-    Environment,
-    detect,
-    scripts_path,
-    version_of,
-)
+from adasum_hvd.horovod.build import environment, nccl, sources
+from adasum_hvd.horovod.build.environment import BuildError, Environment, detect
 from adasum_hvd.horovod.build.prerequisites import printed
-from adasum_hvd.horovod.build.sources import (
-    HOROVOD_VERSION,
-    cache_dir,
-    locked,
-    native_key,
-    run_pip,
-    source_tree,
-    sync_native,
-)
 from adasum_hvd.horovod.launch.supervisor import running
 
 LOCAL_VERSION = "adasum"
@@ -55,7 +40,7 @@ echo "{key}" > adasum_configured
 
 
 def _build_variables(env: Environment, wrapper: Path) -> dict[str, str]:
-    variables = dict(os.environ, PATH=scripts_path(), PYTHONUNBUFFERED="1")
+    variables = dict(os.environ, PATH=environment.scripts_path(), PYTHONUNBUFFERED="1")
     variables |= env.settings
     if "HOROVOD_CUDA_HOME" in env.settings:
         variables |= nccl.build_variables(variables, wrapper.with_name("nccl"))
@@ -140,8 +125,8 @@ def build(
 ) -> Path:
     """Return this environment's wheel (see :func:`detect`); build it if needed, or forced."""
     env = detect(frameworks, mpi, gpu, debug)
-    wheels = cache_dir() / "wheels" / env.key(native_key())
-    with locked(_root(env)):
+    wheels = sources.cache_dir() / "wheels" / env.key(sources.native_key())
+    with sources.locked(_root(env)):
         cached = sorted(wheels.glob("horovod-*.whl"))
         if cached and not force:
             return cached[0]
@@ -150,13 +135,13 @@ def build(
 
 def _root(env: Environment) -> Path:
     """Return this environment's build tree, for any frameworks: commands name their versions."""
-    return cache_dir() / "build" / replace(env, frameworks={}).key(sys.prefix)
+    return sources.cache_dir() / "build" / replace(env, frameworks={}).key(sys.prefix)
 
 
 def _build_wheel(env: Environment, wheels: Path) -> Path:
     root = _root(env)
-    tree = source_tree(root)
-    sync_native(root / "adasum_native")
+    tree = sources.source_tree(root)
+    sources.sync_native(root / "adasum_native")
     wrapper = root / "cmake"
     wrapper.write_text(
         _CMAKE_WRAPPER.format(
@@ -171,7 +156,9 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
     backends = {"gloo": True, "mpi": bool(env.mpi), "nccl": env.nccl}
     built = filter(backends.get, backends)
     parts = ", ".join([*env.frameworks, *built])
-    print(f"building Horovod {HOROVOD_VERSION} with AdaSum ({parts})", flush=True)
+    print(
+        f"building Horovod {sources.HOROVOD_VERSION} with AdaSum ({parts})", flush=True
+    )
     # Not `pip wheel`: after a compiler error it deletes the build tree.
     command = [sys.executable, "setup.py", "bdist_wheel"]
     command += ["--dist-dir", str(root / "dist")]
@@ -189,7 +176,7 @@ def _build_wheel(env: Environment, wheels: Path) -> Path:
 
 
 def _cmake() -> str:
-    cmake = shutil.which("cmake", path=scripts_path())
+    cmake = shutil.which("cmake", path=environment.scripts_path())
     if cmake is None:
         raise BuildError(
             "expected cmake >=3.21,<4 on PATH, but got none; pip install 'cmake<4'"
@@ -208,11 +195,11 @@ def install(wheel: Path) -> None:
     """Install `wheel` into this environment with pip; it replaces any other Horovod."""
     stamp = Path(sys.prefix) / "adasum_hvd_installed"
     expected = f"{wheel} {wheel.stat().st_mtime_ns}"
-    ours = f"{HOROVOD_VERSION}+{LOCAL_VERSION}"
+    ours = f"{sources.HOROVOD_VERSION}+{LOCAL_VERSION}"
     is_stamped = stamp.exists() and stamp.read_text() == expected
-    if is_stamped and version_of("horovod") == ours:
+    if is_stamped and environment.version_of("horovod") == ours:
         return
-    run_pip(
+    sources.run_pip(
         f"{wheel.name}: expected to be installed in {sys.prefix}",
         "fix that and run `adasum-hvd build` again",
         ["install", "--force-reinstall", "--no-deps", str(wheel)],

@@ -33,36 +33,32 @@ GO, AGAIN = "go", "again"
 SCOPE = "/adasum.rendezvous"
 
 
-class _Server:
-    """horovodrun's key-value server; new assignments empty its scopes."""
+def _request(method: str, path: str, body: str | None = None) -> str | None:
+    """Return the value at `/scope/key` of horovodrun's key-value server, or None if it has none.
 
-    def __init__(self, address: str, port: int):
-        self._address, self._port = address, port
-
-    def request(self, method: str, path: str, body: str | None = None) -> str | None:
-        """Return the value at `/scope/key`, or None if there is none.
-
-        A request that waits for other ranks has no time limit, and logs a warning every minute.
-        """
-        at = self._address, self._port
-        connection = http.client.HTTPConnection(*at, timeout=REQUEST_SECONDS)
-        try:
-            connection.request(method, path, body)
-            waited = 0.0
-            while not select.select([connection.sock], [], [], REQUEST_SECONDS)[0]:
-                waited += REQUEST_SECONDS
-                logger.warning("waiting for the other ranks for %.0f s", waited)
-            response = connection.getresponse()
-            value = response.read().decode()
-            return value if response.status == http.client.OK else None
-        except (OSError, http.client.HTTPException) as error:
-            raise RuntimeError(
-                f"elastic job: expected a reply from horovodrun at {self._address}:{self._port}, "
-                f"but got {type(error).__name__}: {error}; it has ended, or has declared this "
-                "rank dead: see its output"
-            ) from error
-        finally:
-            connection.close()
+    New assignments empty its scopes. A request that waits for other ranks has no time limit, and
+    logs a warning every minute.
+    """
+    host = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+    port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    connection = http.client.HTTPConnection(host, port, timeout=REQUEST_SECONDS)
+    try:
+        connection.request(method, path, body)
+        waited = 0.0
+        while not select.select([connection.sock], [], [], REQUEST_SECONDS)[0]:
+            waited += REQUEST_SECONDS
+            logger.warning("waiting for the other ranks for %.0f s", waited)
+        response = connection.getresponse()
+        value = response.read().decode()
+        return value if response.status == http.client.OK else None
+    except (OSError, http.client.HTTPException) as error:
+        raise RuntimeError(
+            f"elastic job: expected a reply from horovodrun at {host}:{port}, but got "
+            f"{type(error).__name__}: {error}; it has ended, or has declared this rank dead: see "
+            "its output"
+        ) from error
+    finally:
+        connection.close()
 
 
 def init_together(init: Callable[[], None], again: bool) -> None:
@@ -75,11 +71,10 @@ def init_together(init: Callable[[], None], again: bool) -> None:
     if os.environ.get("HOROVOD_ELASTIC") != "1" or not address:
         init()
         return
-    server = _Server(address, int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
     if again:
-        _request_assignment(server)
-    while not _all_have_arrived(server):
-        _request_assignment(server)
+        _request_assignment()
+    while not _all_have_arrived():
+        _request_assignment()
     if again:
         # Else Horovod requests an assignment, too, and horovodrun counts two ranks.
         del os.environ["HOROVOD_ELASTIC"]
@@ -89,10 +84,10 @@ def init_together(init: Callable[[], None], again: bool) -> None:
         os.environ["HOROVOD_ELASTIC"] = "1"
 
 
-def _request_assignment(server: _Server) -> None:
+def _request_assignment() -> None:
     """Wait for horovodrun's reply with this rank's number and slot, and set the variables."""
     host, slot = os.environ["HOROVOD_HOSTNAME"], os.environ["HOROVOD_LOCAL_RANK"]
-    reply = server.request("GET", f"/rank_and_size/{host}:{slot}")
+    reply = _request("GET", f"/rank_and_size/{host}:{slot}")
     values = (reply or "-1").split(",")
     if int(values[0]) < 0:
         logger.warning("the job has no slot %s:%s any more: this rank ends", host, slot)
@@ -100,7 +95,7 @@ def _request_assignment(server: _Server) -> None:
     os.environ.update(zip(ASSIGNMENT, values, strict=True))
 
 
-def _all_have_arrived(server: _Server) -> bool:
+def _all_have_arrived() -> bool:
     """Return whether all assigned ranks have arrived, as rank 0 decides."""
     rank, size = (int(os.environ[name]) for name in ASSIGNMENT[:2])
     peers = range(1, size) if rank == 0 else range(1)
@@ -108,10 +103,10 @@ def _all_have_arrived(server: _Server) -> bool:
     heartbeats: dict[int, tuple[str | None, float]] = {}
     began = time.monotonic()
     for count in itertools.count():
-        server.request("PUT", f"{SCOPE}/{rank}", str(count))
+        _request("PUT", f"{SCOPE}/{rank}", str(count))
         now = time.monotonic()
         for peer in peers:
-            heartbeat = server.request("GET", f"{SCOPE}/{peer}")
+            heartbeat = _request("GET", f"{SCOPE}/{peer}")
             if peer not in heartbeats or heartbeats[peer][0] != heartbeat:
                 heartbeats[peer] = heartbeat, now
         all_here = all(
@@ -122,9 +117,9 @@ def _all_have_arrived(server: _Server) -> bool:
             is_late = now - began > MISSING_SECONDS
             decision = GO if all_here else AGAIN if is_late else None
             if decision:
-                server.request("PUT", f"{SCOPE}/verdict", decision)
+                _request("PUT", f"{SCOPE}/verdict", decision)
         else:
-            decision = server.request("GET", f"{SCOPE}/verdict")
+            decision = _request("GET", f"{SCOPE}/verdict")
             if not (decision or all_here) and now - began > 2 * MISSING_SECONDS:
                 decision = AGAIN
         if decision:

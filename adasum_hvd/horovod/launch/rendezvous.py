@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from horovod.runner.http.http_server import KVStoreHandler, RendezvousHTTPServer
 from horovod.runner.util.threads import in_thread
@@ -24,16 +24,6 @@ Reply = dict[str, Any]  # JSON
 Rendezvous = Callable[[RankInfo, Callable[[Sequence[RankInfo]], Reply]], Reply]
 _OPEN, _POLL_SECONDS = "open", 0.05
 _LATE = (TimeoutError, RuntimeError)  # the latter is torch's DistStoreError
-
-
-class Store(Protocol):
-    """A key-value store on rank 0's host."""
-
-    def set(self, key: str, value: str) -> None:
-        """Store a value."""
-
-    def get(self, key: str) -> Any:
-        """Wait for a value and return it in bytes; raise after a timeout."""
 
 
 class HttpStore:
@@ -103,11 +93,11 @@ def _serve(ports: Sequence[int], scope: str) -> int:
 
 
 def through(
-    store: Store, mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
+    store: Any, mine: RankInfo, reply_to: Callable[[Sequence[RankInfo]], Reply]
 ) -> Reply:
     """Send this rank's info through a store; return rank 0's reply, an error if a rank is missing.
 
-    The store may outlive the ranks, as torchrun's does.
+    It is an :class:`HttpStore` or one of torch's, and may outlive the ranks, as torchrun's does.
     """
     context = mine.context
     prefix = f"adasum.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -173,7 +173,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if is_distributed(optimizer):
             if optimizer._adasum.gradients.length > 1:
                 self._compare_passes(optimizer._adasum.gradients.steps)
-            variables += optimizer.window_variables
+            variables += inner(optimizer).window_variables
         local = local_slots(optimizer)
         shared = [v for v in variables if not (is_marked_local(v) or id(v) in local)]
         broadcast_variables(shared, self._root_rank, self._process_set)

@@ -63,11 +63,6 @@ class DistributedLossScale(keras.optimizers.LossScaleOptimizer):
         if self._adasum.options.is_delta:
             self.inner_optimizer.discard_window()
 
-    @property
-    def window_variables(self) -> list[tf.Variable]:
-        """As the inner optimizer's."""
-        return self.inner_optimizer.window_variables
-
     def extra_bytes(self) -> dict[str, int]:
         """Return the bytes that the wrapper adds to the optimizer."""
         return self.inner_optimizer.extra_bytes()

@@ -72,28 +72,25 @@ class Window:
             at_end()
             return
         assert self._steps is not None
-        steps = self._steps
+        done = self._steps.assign_add(1)
+        self._end_if(tf.greater_equal(done, self.length), at_end)
 
-        def finish() -> None:
-            at_end()
+    def abandon(self, action: Callable[[], None]) -> None:
+        """Run `action` and start a new window if one is unfinished, at run time."""
+        if self._steps is not None:
+            self._end_if(tf.greater(self._steps, 0), action)
+
+    def _end_if(self, condition: Any, action: Callable[[], None]) -> None:
+        """Run `action` and start a new window if `condition` is true, at run time."""
+        steps: Any = self._steps
+
+        def end() -> None:
+            action()
             steps.assign(0)
             if tf.executing_eagerly():
                 self._filled = None
 
-        done = steps.assign_add(1)
-        run_if(tf.greater_equal(done, self.length), finish)
-
-    def abandon(self, action: Callable[[], None]) -> None:
-        """Run `action` and start a new window if one is unfinished, at run time."""
-        if self._steps is None:
-            return
-        steps = self._steps
-
-        def restart() -> None:
-            action()
-            steps.assign(0)
-
-        run_if(tf.greater(steps, 0), restart)
+        run_if(condition, end)
 
     @property
     def steps(self) -> int:
