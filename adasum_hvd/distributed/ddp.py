@@ -112,11 +112,14 @@ class AdasumState(Ruled):
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> Future:
         """Start to reduce a bucket of gradients in place; return a future of it."""
-        if self.communicator.size == 1 and flat.layout is torch.strided:
+        bucket, is_alone = (
+            self._described(index, parameters),
+            self.communicator.size == 1,
+        )
+        if is_alone and flat.layout is torch.strided and not bucket.problem:
             return done(flat)
         if self.rule.kind != "mean":
             self._last_pass.check(parameters)
-        bucket = self._described(index, parameters)
         self.reduced[bucket.entry] = parameters
         if flat.device not in self._lanes:
             self._lanes[flat.device] = lane_on(flat.device, self.communicator)
@@ -140,12 +143,13 @@ class AdasumState(Ruled):
 
     def _group_problem(self) -> str:
         """Return why this state is not for the ranks of its models, or ""."""
-        mine, hooked = self.communicator.ranks, (adasum_hook, self)
+        mine = self.communicator.ranks
         for model in gc.get_objects():
             # Not `isinstance`, because proxies of other packages answer it.
             if not issubclass(type(model), DistributedDataParallel):
                 continue
-            if hooked in getattr(model, "_comm_hooks", ()):
+            # By the state alone, because the hook may be wrapped (fp16_compress_wrapper).
+            if any(state is self for _, state in getattr(model, "_comm_hooks", ())):
                 ranks = dist.get_process_group_ranks(model.process_group)
                 if {*ranks} != {*mine}:
                     return (
@@ -155,6 +159,8 @@ class AdasumState(Ruled):
         return ""
 
     def _problem(self, parameter: torch.Tensor) -> str:
+        if self.communicator.size == 1:  # nothing is reduced
+            return ""
         if is_marked_local(parameter):
             return (
                 "expected parameters that all ranks share, but got one that is marked with "

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import pickle
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    fp16_compress_wrapper,
+)
 
 from adasum_hvd.distributed import (
     AdasumMonitor,
@@ -98,13 +102,17 @@ def case_process_group() -> None:
 
 
 def case_a_state_for_other_ranks_than_ddps() -> None:
-    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
-    wrapped = ENGINE.wrapped(model_of(), process_group=groups[rank()])
-    words = (
-        r"expected the ranks of DDP's process group, \[0\], but got a state for \[0, 1"
-    )
-    with pytest.raises(ValueError, match=words):
-        loss_of(wrapped, rank(), 0).backward()
+    ranks = [*range(dist.get_world_size())]
+    alone = [dist.new_group([each]) for each in ranks][rank()]
+    for group, other, words, hook in (
+        (alone, None, f"group, [0], but got a state for {ranks}", adasum_hook),
+        (alone, None, "group, [0], but", fp16_compress_wrapper(adasum_hook)),
+        (None, alone, f"group, {ranks}, but got a state for [{rank()}]", adasum_hook),
+    ):
+        wrapped = nn.parallel.DistributedDataParallel(model_of(), process_group=group)
+        wrapped.register_comm_hook(AdasumState(other), hook)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            loss_of(wrapped, rank(), 0).backward()
 
 
 def case_rules_and_groups() -> None:
