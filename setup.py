@@ -6,6 +6,7 @@ wheel is for every Python of a platform, because the core includes no header of 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import subprocess
@@ -39,11 +40,12 @@ class BuildCore(build_ext):
         path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
         configure = ["cmake", "-S", SOURCE.resolve(), "-B", folder, "-G", "Ninja"]
         compile_all = ["cmake", "--build", folder, "--parallel", jobs]
-        folder.parent.mkdir(exist_ok=True)
         try:
+            folder.parent.mkdir(exist_ok=True)
             # `make` compiles while pip installs, and pip then does so in the same folder.
             lock = folder.with_suffix(".lock").open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # of file systems without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             for command in (configure, compile_all):
                 subprocess.run(
                     command, check=True, env=os.environ | {"PATH": path}, text=True,

@@ -31,7 +31,7 @@ from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
 from adasum_hvd.monitor.statistics import TensorRecord, width
 
-SETTING = "ADASUM_HVD_CORE"  # other than "on": torch's operations
+SETTING = "ADASUM_HVD_CORE"  # other than "on" or "1": torch's operations
 LIMIT = "of the process group's timeout"
 _LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
 
@@ -109,7 +109,7 @@ def _agree_with_shards(
 
 def _agree(communicator: Communicator, rule: Rule) -> Choice:
     group, why = None, core.why_missing()
-    if (value := os.environ.get(SETTING) or "on") != "on":
+    if (value := os.environ.get(SETTING) or "on") not in ("on", "1"):
         why = f"{SETTING}={value}"
     hosts, places = hosts_of(communicator), sites_of(communicator).places
     network = _Messages(communicator) if len(set(places)) > 1 else None
