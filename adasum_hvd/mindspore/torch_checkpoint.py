@@ -269,8 +269,6 @@ def _value(path: Any, entry: Entry, like: torch.Tensor) -> torch.Tensor:
             f"{like.dtype}, but got {entry.shape} of {entry.dtype}; was this saved from another "
             "model?"
         )
-    if not len(entry.data):
-        return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(entry.data), dtype=dtype).reshape(shape)
 
 

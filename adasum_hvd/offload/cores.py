@@ -35,10 +35,7 @@ def cores_of_launcher(variable: str) -> int:
         while mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
             pid = int(fields.split()[1])
-    try:
-        return len(os.sched_getaffinity(pid))
-    except OSError:
-        return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(pid))
 
 
 def cores_of_rank() -> int:

@@ -113,12 +113,6 @@ class TorchState(SharedState, HorovodState):
         for name, handler in list(self._handlers.items()):
             if isinstance(handler, horovod_state.SamplerStateHandler):
                 self._saved_state[name] = self._handlers.pop(name).value
-            elif type(handler) not in _SYNC:
-                raise NotImplementedError(
-                    "TorchState: expected modules, optimizers and objects, but got a "
-                    f"{type(handler.value)} with a handler of its own in Horovod's registry; "
-                    "keep its state_dict() in the state"
-                )
         self._commit()
 
     def _sync_trained(self, root: int) -> None:

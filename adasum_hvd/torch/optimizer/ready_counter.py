@@ -51,9 +51,7 @@ class GradientReadyCounter:
         at_once = self._buckets[index].copies_eagerly(place)
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            counter = counting()
-            if counter is None:
-                return
+            counter: Any = counting()  # whose end removes the hooks
             counter.touched = True
             left = counter._left[slot] = counter._left[slot] - 1
             in_bucket = at_once and left == 0 and counter._buckets[index].copy_in(place)

@@ -104,8 +104,12 @@ def case_rules_and_groups() -> None:
     ddp.train(plain, sgd(plain.parameters()))
     torch.testing.assert_close(weights(model.module), weights(plain.module))
     everyone = AdasumState(group_op="average", group_size=dist.get_world_size())
+    records: list[dict] = []
     model = ENGINE.wrapped(model_of(), everyone)
+    monitor = AdasumMonitor(everyone, 1, records.append)
     ddp.train(model, sgd(model.parameters()))
+    monitor.close()
+    assert [record["joined"] for record in records] == ([] if rank() else [1, 1])
     torch.testing.assert_close(weights(model.module), weights(plain.module))
 
 
