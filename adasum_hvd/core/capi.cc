@@ -237,7 +237,7 @@ EXPORT int adasum_listen(const adasum_config* config, adasum_group** result, int
 }
 
 EXPORT int adasum_connect(adasum_group* group, const int* names, const int* nonces) {
-  return Guarded(group, [&] {
+  return Guarded(nullptr, [&] { // an error leaves the caller's network as it is
     ConnectPeers(*group->joining, OfNeighbours(*group, names), OfNeighbours(*group, nonces));
     group->local = std::make_unique<LocalTransport>(std::move(group->joining));
     Plan(*group);

@@ -157,8 +157,7 @@ def _first_of(calls: Sequence[Call], communicator: Communicator) -> Exception:
             "pass tensors of the same shapes and dtypes on every rank"
         )
     weights = first_difference([call.weights for call in calls])
-    if weights is None:
-        return ValueError("expected the same call on all ranks, but got different ones")
+    assert weights is not None  # nothing else can differ
     position, several = weights
     return ReplicaMismatch(
         "expected the same weights on all ranks at the start of a window, but got another "

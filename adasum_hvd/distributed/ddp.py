@@ -30,6 +30,9 @@ from adasum_hvd.distributed.rules import Coefficients, Ruled, rule_of
 from adasum_hvd.distributed.sharding import shard_problem
 from adasum_hvd.monitor.statistics import TensorRecord
 
+# Of hooks that reduce over the state's ranks alone: ours, and torch's wrappers of one.
+_HOOKS = __name__, "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
 
 class Compression:
     """Dtypes to which gradients are cast for the wire; the names are those of Horovod."""
@@ -112,11 +115,9 @@ class AdasumState(Ruled):
         self, flat: torch.Tensor, index: int, parameters: list[torch.Tensor]
     ) -> Future:
         """Start to reduce a bucket of gradients in place; return a future of it."""
-        bucket, is_alone = (
-            self._described(index, parameters),
-            self.communicator.size == 1,
-        )
-        if is_alone and flat.layout is torch.strided and not bucket.problem:
+        bucket = self._described(index, parameters)
+        is_alone = self.communicator.size == 1 and flat.layout is torch.strided
+        if is_alone and not bucket.problem:
             return done(flat)
         if self.rule.kind != "mean":
             self._last_pass.check(parameters)
@@ -148,8 +149,11 @@ class AdasumState(Ruled):
             # Not `isinstance`, because proxies of other packages answer it.
             if not issubclass(type(model), DistributedDataParallel):
                 continue
-            # By the state alone, because the hook may be wrapped (fp16_compress_wrapper).
-            if any(state is self for _, state in getattr(model, "_comm_hooks", ())):
+            hooks = getattr(model, "_comm_hooks", ())
+            modules = [
+                getattr(hook, "__module__", "") for hook, s in hooks if s is self
+            ]
+            if any(module in _HOOKS for module in modules):
                 ranks = dist.get_process_group_ranks(model.process_group)
                 if {*ranks} != {*mine}:
                     return (

@@ -81,8 +81,6 @@ class ForwardCheck:
 
     def _is_new(self, name: str, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is trained, and neither reduced nor FSDP's for a while."""
-        if not isinstance(parameter, torch.nn.Parameter):  # functional_call's
-            return False
         if self._handle_of(parameter) or not is_reduced(parameter):
             return False
         # FSDP puts whole parameters in the place of its shards while a module runs. These have

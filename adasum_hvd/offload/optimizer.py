@@ -71,7 +71,7 @@ class AdamOffload(HostStateOptimizer):
         ValueError: an argument out of range or of another algorithm, no parameters, or a wrong
             `order_params`.
         KeyError: an unknown key in a group.
-        RuntimeError: a parameter given twice, or a torch without a fused Adam for the CPU.
+        RuntimeError: a parameter given twice.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -110,11 +110,6 @@ class AdamOffload(HostStateOptimizer):
         adam.drop_foreign(foreign)
         if foreign:
             raise TypeError(f"AdamOffload: unexpected arguments {sorted(foreign)}")
-        if torch.__version__ < "2.4":
-            raise RuntimeError(
-                f"AdamOffload: expected torch >= 2.4 for its fused Adam on the CPU, but got "
-                f"{torch.__version__}; pip install --upgrade torch"
-            )
         defaults = settings.checked(
             {
                 "lr": lr if learning_rate is None else learning_rate,

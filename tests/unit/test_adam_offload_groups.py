@@ -186,3 +186,12 @@ def test_conversions():
     group = optimizer.param_groups[0]
     assert [type(group[k]) for k in ("lr", "weight_decay", "loss_scale")] == [float] * 3
     assert offload([P], torch.tensor(0.5)).param_groups[0]["lr"] == 0.5
+
+
+def test_what_is_no_group_or_parameter_is_refused():
+    (a,) = parameters(shapes=[(5,)])
+    with pytest.raises(TypeError, match="param_group: expected a dict, but got list"):
+        offload([a]).add_param_group([a])
+    elsewhere = torch.nn.Parameter(torch.ones(3, device="meta"))
+    with pytest.raises(NotImplementedError, match="a CUDA device, but got meta"):
+        offload([elsewhere])

@@ -49,6 +49,8 @@ def test_trajectory_is_the_reference_and_torch(settings):
     keras_settings = {k: v for k, v in settings.items() if k != "lr"}
     optimizer = AdamOffload(settings["lr"], **keras_settings)
     torch_optimizer = TorchAdamOffload([of_torch], verbose=False, **settings)
+    for _ in range(2):
+        optimizer.build([variable, scalar])
     w, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
     reference_settings = {k: v for k, v in settings.items() if k != "use_locking"}
     s, sm, sv = np.full(1, 2.0), np.zeros(1), np.zeros(1)

@@ -153,7 +153,8 @@ def test_common():
     summed = quiet("O1", TUTORIAL, gradients_mean=False)
     assert summed.init_arguments() == {"group_op": "sum", "group_size": 8}
     with pytest.warns(UserWarning, match=r"nothing reads adasum, common\.devices"):
-        switch("O0", {"common": {"devices": 4}, "adasum": True})
+        off = switch("O0", {"common": {"devices": 4}, "adasum": True})
+    assert off.init_arguments() == {}
     splits = {"common": {"gradient_split_groups": [50, 100]}}  # buckets have sizes here
     with pytest.warns(UserWarning, match=r"reads common\.gradient_split_groups"):
         switch("O2", splits)

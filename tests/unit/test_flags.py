@@ -12,6 +12,7 @@ import torch
 from adasum_hvd import reference
 from adasum_hvd.base import ops
 from adasum_hvd.torch.optimizer.buckets.flags import Flags
+from adasum_hvd.torch.optimizer.checks import hyperparameters
 
 DENSE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()
 
@@ -76,3 +77,11 @@ def test_codes_that_float16_cannot_hold_are_not_used() -> None:
         flags.set_dense()
         flags.set_from(0, SPARSE)
         assert flags.is_sparse(0) == tells and not flags.announces_change
+
+
+def test_hyperparameters_that_are_tensors_count_by_their_number() -> None:
+    one, other = (
+        hyperparameters([{"params": [], "eps": eps, "table": torch.ones(2)}])
+        for eps in (0.5, torch.tensor(0.5))
+    )
+    assert one == other and "0.5" in str(one) and "tensor" in str(one)

@@ -303,6 +303,7 @@ def test_a_rate_may_be_a_tensor():
         (-1.0,),
         (float("nan"),),
         (float("inf"),),
+        ([0.1],),
         (0.1, "adasum", 0),
         (0.1, "adasum", 4, "average", 0),
         (0.1, "adasum", 2.5),

@@ -177,8 +177,8 @@ def test_names_ties_and_shapes(tmp_path: Path):
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = nn.Embedding(4, 3)
-            self.head = nn.Linear(3, 4, bias=False)
+            self.table = nn.Embedding(40, 3)  # more than 127 bytes
+            self.head = nn.Linear(3, 40, bias=False)
             self.head.weight = self.table.weight
             self.single = nn.Parameter(torch.tensor(2.0))
             self.empty = nn.Parameter(torch.zeros(2, 0))

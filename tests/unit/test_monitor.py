@@ -81,6 +81,7 @@ def test_paths_functions_and_folders(tmp_path: Path) -> None:
     lines = (tmp_path / "new" / "run.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == got
     assert got[1]["step"] == 2 and got[0]["tensors"]["b"]["gain"] is None
+    (tmp_path / "one.jsonl").touch()
     one = sinks.Sinks(str(tmp_path / "one.jsonl"))
     one(record(3))
     assert json.loads((tmp_path / "one.jsonl").read_text())["step"] == 3

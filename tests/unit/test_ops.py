@@ -34,13 +34,16 @@ def test_only_adasum_is_adasum():
 
 
 def test_groups_sets_the_environment(monkeypatch):
-    for name in ("ADASUM_HVD_GROUP_OP", "ADASUM_HVD_GROUP_SIZE"):
-        monkeypatch.setenv(name, "before")
+    monkeypatch.setenv("ADASUM_HVD_GROUP_OP", "before")
+    monkeypatch.delenv("ADASUM_HVD_GROUP_SIZE", raising=False)
     groups.configure()
     assert os.environ["ADASUM_HVD_GROUP_OP"] == "before"
     groups.configure("average", 8)
     assert os.environ["ADASUM_HVD_GROUP_OP"] == "average"
     assert os.environ["ADASUM_HVD_GROUP_SIZE"] == "8"
+    groups.configure()  # of another init: as the program has set it
+    assert os.environ["ADASUM_HVD_GROUP_OP"] == "before"
+    assert "ADASUM_HVD_GROUP_SIZE" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,15 +66,24 @@ def test_lists_of_parameters():
         agreement.compare_parameters("x", [mine, mine[:1], renamed], 3, ranks=[2, 3, 5])
 
 
+def test_values_that_ranks_compare():
+    nested = {"rates": [np.float32(0.5), math.nan], "function": print}
+    expected = {"rates": (0.5, "nan"), "function": "builtin_function_or_method"}
+    assert agreement.plain(nested) == expected
+
+
 def test_optimizer_options():
     assert options.optimizer_op("adasum") is ops.AdasumDelta
     assert options.optimizer_op(0) is ops.Average
+    parameter = object()
     for wrong, message in (
         ({"op": ops.Sum, "local_steps": 2}, "local_steps: expected op=AdasumDelta"),
         ({"op": ops.Min}, "op: expected average, sum, max or an AdaSum variant"),
         ({"op": ops.AdasumDelta, "backward_passes_per_step": True}, "an integer >= 1"),
         ({"op": ops.AdasumDelta, "clip_delta_norm": 0}, "a number > 0"),
         ({"op": ops.Sum, "gradient_predivide_factor": 2.0}, "expected op=Average"),
+        ({"op": ops.AdasumDelta, "start_copy": "disk"}, 'expected "device" or "host"'),
+        ({"op": ops.Sum, "groups": [[parameter], [parameter]]}, "but got one twice"),
     ):
         given_options = options.Options(process_set=None, compression="none", **wrong)
         with pytest.raises(ValueError, match=message):

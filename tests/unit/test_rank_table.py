@@ -123,7 +123,11 @@ def test_interleaved_ranks():
 
 @pytest.mark.parametrize(
     ("content", "match"),
-    [(None, "No such file"), (b"{", "expected JSON"), (b"\xff\xfe", "expected JSON")],
+    [
+        (None, "No such file"),
+        *((b"{", "expected JSON"), (b"\xff\xfe", "expected JSON")),
+        (b"{}", "expected "),
+    ],
 )
 def test_bad_files(tmp_path, capsys, content, match):
     path = tmp_path / "table.json"

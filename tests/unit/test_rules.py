@@ -193,3 +193,10 @@ def test_the_order_of_buckets_does_not_change_a_bit_of_the_gain():
         rule.end_pass()
         gains.add(rule.gain)
     assert len(gains) == 1
+
+
+def test_a_group_size_of_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("ADASUM_HVD_GROUP_SIZE", "-2")
+    with pytest.raises(ValueError, match=r"ADASUM_HVD_GROUP_SIZE: .* but got '-2'"):
+        rule_of("adasum", None, None)
+    assert rule_of("mean", None, None).group_size == 0

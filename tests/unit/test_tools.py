@@ -239,6 +239,10 @@ def test_tables_and_comparisons_show_medians(tmp_path: Path, capsys) -> None:
     words = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "list")]
     assert cli.main(words) == 1
     assert f"but got {tmp_path / 'list'}" in capsys.readouterr().err
+    (tmp_path / "none").write_text(json.dumps(measured(0.002) | {"rows": []}))
+    words = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "none")]
+    assert cli.main(words) == 1
+    assert "but got no operation in both files" in capsys.readouterr().err
     words = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
     assert cli.main(words) == 0
     output = capsys.readouterr().out
@@ -372,7 +376,12 @@ def test_phases_of_fused_tensors_count_once_in_time(chunk: int, end: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["no timeline", "[1, 2]", '{"a": }, {"b": 1}', "[[{}]]"]
+    "text",
+    [
+        *("no timeline", "[1, 2]", '{"a": }, {"b": 1}', "[[{}]]", '[1, {}, {"b": 2}]'),
+        *('[{"ph": "B", "ts": "x", "pid": 1}]', '[{"ph": "E"}]', "x" * 200_000),
+    ],
+    ids=lambda text: text[:20],
 )
 def test_what_is_no_timeline_is_refused(text: str, tmp_path: Path, capsys) -> None:
     path = tmp_path / "file"

@@ -1,6 +1,8 @@
-"""Detection of parallel modes on torch's own objects, in a process group of one rank."""
+"""Detection on torch's own objects, in a process group of one rank: parallel modes, ranks."""
 
 from __future__ import annotations
+
+import socket
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
+from adasum_hvd.distributed import register_adasum_hook
+from adasum_hvd.horovod.launch.launch_context import LaunchContext, LaunchError
 from adasum_hvd.parallel.torch_modes import detect
+from adasum_hvd.torch import launch
 
 CPU = torch.device("cpu")
 
@@ -126,3 +131,26 @@ def test_deepspeed(stage, monkeypatch):
     (finding,) = detect(model=engine)
     assert f"ZeRO stage {stage}" in finding.found
     assert modes(model.parameters()) == (["deepspeed"] if stage == 3 else [])
+
+
+@pytest.mark.parametrize("local_rank", ["", "1"])
+def test_ranks_of_a_group_that_no_launcher_has_made(local_rank, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    known = int(local_rank) if local_rank else None
+    expected = LaunchContext("torch.distributed", 0, 1, "n0", local_rank=known)
+    assert launch._context_in_group("n0") == expected
+
+
+def test_a_store_whose_port_another_program_has():
+    context = LaunchContext("torchrun", 0, 2, "127.0.0.1")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(LaunchError, match=r"start all ranks, .*free MASTER_PORT"),
+    ):
+        launch._store_of(context, taken.getsockname()[1])
+
+
+def test_a_model_that_a_trainer_leaves_unwrapped():
+    assert register_adasum_hook(nn.Linear(3, 3)) is None

@@ -84,9 +84,7 @@ def detect_mpi() -> str:
 
 
 def _compiler_version() -> str:
-    cxx = prerequisites.compiler()
-    if cxx is None:
-        raise BuildError("; ".join(prerequisites.missing()))
+    cxx = str(prerequisites.compiler())  # there is one
     return f"{cxx}: {prerequisites.printed(cxx, '--version').splitlines()[0]}"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import resource
 import threading
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -332,6 +335,53 @@ def case_a_failure_of_one_rank_ends_the_others() -> None:
     assert time.monotonic() - began < 30
     with pytest.raises(RuntimeError):  # of no use any more
         adasum_all_reduce(torch.ones(3), group)
+
+
+@contextmanager
+def descriptors(spare: int) -> Iterator[None]:
+    """Leave this process so many descriptors that it can open."""
+    numbers = itertools.count()
+    free = (n for n in numbers if not Path(f"/proc/self/fd/{n}").exists())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = next(itertools.islice(free, spare, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def case_one_rank_that_cannot_use_the_core() -> None:
+    """All ranks reduce by torch's operations, and know why."""
+    if os.environ.get("ADASUM_HVD_CORE") == "off" or HOSTS.count(HOSTS[0]) == 1:
+        pytest.skip("needs the core's shared memory")
+    lacks = {
+        lambda: descriptors(1): "memfd_create: Too many open files (rank 0)",
+        lambda: descriptors(3): "of this host: Too many open files (rank 0)",
+        lambda: mock.patch.object(native, "__version__", "0.1"): "different versions",
+    }
+    for lack, why in lacks.items():
+        communicator = Communicator(group := dist.new_group())
+        native.sites_of(communicator)  # reads files
+        mine = tensor_of(rank(), 70, torch.float32, 9)
+        with nullcontext() if rank() else lack():
+            adasum_all_reduce(mine, group)
+        check_close(mine, expected(engine(), 70, torch.float32, 9), torch.float32)
+        described = native.described(communicator, Rule("adasum"))
+        assert (
+            described.startswith("reduced by torch's operations (") and why in described
+        )
+
+
+def case_a_group_that_cannot_reduce() -> None:
+    communicator = Communicator(group := dist.new_group())
+    with pytest.raises(ValueError, match=r"on cpu or cuda, but got some on xpu:0 "):
+        communicator.on_gloo(torch.device("xpu", 0))
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    with pytest.raises(RuntimeError, match="process group, but it has been destroyed"):
+        communicator.all_gather_object(1)
 
 
 def case_closed_connections_end_the_waits_of_all_ranks() -> None:

@@ -113,6 +113,12 @@ def case_a_state_for_other_ranks_than_ddps() -> None:
         wrapped.register_comm_hook(AdasumState(other), hook)
         with pytest.raises(ValueError, match=re.escape(words)):
             loss_of(wrapped, rank(), 0).backward()
+    # A program's own hook may reduce over the other ranks itself.
+    wrapped = nn.parallel.DistributedDataParallel(model_of())
+    wrapped.register_comm_hook(
+        AdasumState(alone), lambda state, bucket: adasum_hook(state, bucket)
+    )
+    loss_of(wrapped, rank(), 0).backward()
 
 
 def case_rules_and_groups() -> None:
@@ -122,8 +128,12 @@ def case_rules_and_groups() -> None:
     ddp.train(plain, sgd(plain.parameters()))
     torch.testing.assert_close(weights(model.module), weights(plain.module))
     everyone = AdasumState(group_op="average", group_size=dist.get_world_size())
+    records: list[dict] = []
     model = ENGINE.wrapped(model_of(), everyone)
+    monitor = AdasumMonitor(everyone, 1, records.append)
     ddp.train(model, sgd(model.parameters()))
+    monitor.close()
+    assert [record["joined"] for record in records] == ([] if rank() else [1, 1])
     torch.testing.assert_close(weights(model.module), weights(plain.module))
 
 

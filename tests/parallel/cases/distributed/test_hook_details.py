@@ -7,6 +7,7 @@ import gc
 import os
 import time
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from adasum_hvd.distributed import (
     adasum_hook,
     adasum_replicate,
 )
-from tests.parallel.cases.distributed.test_all_reduce import HOSTS
+from tests.parallel.cases.distributed.test_all_reduce import HOSTS, descriptors
 from tests.parallel.cases.distributed.test_all_reduce import align as align
 from tests.parallel.cases.distributed.test_all_reduce import init as init
 from tests.parallel.cases.distributed.test_all_reduce import rank as rank
@@ -190,6 +191,27 @@ def case_memory_of_buckets_goes_with_the_model() -> None:
         gc.collect()
         # A thread of the lane closes its own.
         until(lambda before=before: shared_mappings() <= before, 20)
+
+
+def case_one_rank_whose_buckets_cannot_be_shared() -> None:
+    """It copies them, and the results are the same."""
+    if os.environ.get("ADASUM_HVD_CORE") == "off":
+        pytest.skip("torch's operations share no memory")
+    found = []
+    for short in (False, rank() == 0):
+        torch.manual_seed(0)
+        model = nn.Linear(400, 100)
+        wrapped = ENGINE.wrapped(model, AdasumState())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(4):
+                wrapped.zero_grad()
+                with descriptors(0) if short and step else nullcontext():
+                    wrapped(torch.full((1, 400), 1.0 + rank() + step)).sum().backward()
+        texts = [str(each.message) for each in caught]
+        assert any("memory that the ranks share" in text for text in texts) == short
+        found.append(model.weight.grad)
+    assert torch.equal(*found)
 
 
 def case_sparse_gradients_are_refused_on_all_ranks() -> None:

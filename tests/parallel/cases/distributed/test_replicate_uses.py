@@ -64,12 +64,12 @@ def case_a_scripted_model() -> None:
     assert torch.equal(model.weight.grad, torch.full((2, 3), dist.get_world_size()))
 
 
-def case_functional_call_with_parameters_of_its_own() -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def case_functional_call_with_parameters_of_its_own(plain: bool) -> None:
+    own_of = torch.Tensor.requires_grad_ if plain else nn.Parameter
     model = model_of()
     adasum_replicate(model, mesh_of(1)["replica"])
-    own = {
-        name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()
-    }
+    own = {name: own_of(p.detach().clone()) for name, p in model.named_parameters()}
     functional_call(model, own, (X,)).sum().backward()
     assert all(p.grad is not None for p in own.values())
     assert all(p.grad is None for p in model.parameters())

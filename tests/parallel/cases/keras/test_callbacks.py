@@ -146,7 +146,7 @@ def case_keras_learning_rate_callbacks() -> None:
         def on_train_batch_end(self, batch, logs=None):
             rates.append(float(self.model.optimizer.learning_rate))
 
-    warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2, verbose=1)
     later = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=2)
     fit(model, callbacks=[warmup, later, Watch()], epochs=4)
     size = hvd.size()
@@ -169,6 +169,9 @@ def case_keras_learning_rate_callbacks_again() -> None:
         fit(model, steps, callbacks=[ramp])
         rate = float(model.optimizer.learning_rate)
         assert rate == pytest.approx(0.1 * (1 + (steps - 1) / steps))
+    ramp.set_params({"steps": None})
+    with pytest.raises(ValueError, match="steps_per_epoch for data of unknown length"):
+        ramp.on_train_begin()
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule)))
     for callback in (hvd.callbacks.LearningRateWarmupCallback(0.1), ramp):

@@ -105,6 +105,10 @@ def case_keras_delta_options() -> None:
         assert (abs(norm - limit) < 1e-6) == (limit == 1e-3)
     assert "AdasumDelta (delta variant)" in hvd.banner(optimizer)
     assert optimizer.extra_bytes() == {"device": 0, "host": 0}
+    scaled = keras.optimizers.LossScaleOptimizer(momentum())
+    assert "AdasumGrad (grad" in hvd.banner(
+        hvd.DistributedOptimizer(scaled, op="adasum-grad")
+    )
     short = hvd.DistributedOptimizer(
         momentum(), op="adasum-grad", compression=hvd.Compression.fp16, groups=2
     )
@@ -259,6 +263,13 @@ def case_keras_modes_that_cannot_work() -> None:
             for grad, variable in zip(grads, trainable_variables, strict=True):
                 variable.assign_sub(grad)
 
+    class Unnamed(keras.optimizers.SGD):
+        def get_config(self):
+            raise OSError("no configuration")
+
+    model = compiled(hvd.DistributedOptimizer(Unnamed(0.1)))
+    fit(model)
+    check_same_everywhere(model)
     for op in ("average", "adasum-delta"):
         with pytest.raises(RuntimeError, match="that reduced nothing"):
             fit(compiled(hvd.DistributedOptimizer(Loner(), op=op)))
@@ -271,6 +282,8 @@ def case_keras_modes_that_cannot_work() -> None:
     with pytest.raises(ValueError, match="global_clipnorm: expected variables that"):
         fit(model)
     optimizer = hvd.DistributedOptimizer(momentum())
+    with pytest.raises(ValueError, match="built"):
+        optimizer.apply([tf.ones(3)])
     with pytest.raises(ValueError, match="got one that is distributed already"):
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(ValueError, match="use_ema: expected local_steps=1"):

@@ -144,6 +144,28 @@ def case_constants_in_a_function_are_reduced_in_every_call() -> None:
             assert np.isclose(group(given[hvd.rank()]).numpy(), expected)
 
 
+def case_a_tf1_graph() -> None:
+    rank, size = float(hvd.rank()), hvd.size()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.get_variable("v", initializer=rank, use_resource=True)
+        copied = hvd.broadcast_variables([variable], 0)
+        gradients = []
+        for factor in (1.0, 2.0):
+            with tf.GradientTape() as tape:
+                loss = (variable + rank) * factor * rank
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Average)
+            gradients += tape.gradient(loss, [variable])
+        total, joined = hvd.allreduce(tf.constant(rank), op=hvd.Sum), hvd.join()
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(copied)
+        assert session.run(variable) == 0
+        for _ in range(2):
+            assert session.run(total) == size * (size - 1) / 2
+            mean = (size - 1) / 2
+            np.testing.assert_allclose(session.run(gradients), [mean, 2 * mean])
+        assert 0 <= session.run(joined) < size
+
+
 def case_join_waits_in_every_epoch() -> None:
     last = [int(hvd.join())]
     for epoch in range(2):
@@ -191,6 +213,15 @@ def case_process_set() -> None:
     ):
         with pytest.raises(ValueError, match="expected one that is registered"):
             call()
+    alone = hvd.add_process_set([0])
+    variable = tf.Variable(3.0)
+    with tf.GradientTape() as tape:
+        loss = variable**2
+    if hvd.rank() == 0:
+        tape = hvd.DistributedGradientTape(tape, process_set=alone)
+        assert tape.gradient(loss, variable) == 6
+    align()
+    hvd.remove_process_set(alone)
 
 
 def case_tape() -> None:
@@ -226,6 +257,12 @@ def case_tape() -> None:
     # Ranks whose gradients differ hear of it at once.
     size = 2 + (hvd.rank() == hvd.size() - 1)
     odd = tf.Variable(tf.ones(size))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(odd**2)
+    reducing = hvd.DistributedGradientTape(tape)
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with strategy.scope(), pytest.raises(NotImplementedError, match="process per dev"):
+        reducing.gradient(loss, [odd])
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(odd**2)
     with pytest.raises(ValueError, match="expected the same parameters in the same"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -316,6 +317,23 @@ def case_frozen_parameters_come_and_go() -> None:
     train(optimizer, model, 2, 4)
     assert not torch.equal(frozen, model[2].weight)
     check_same_everywhere(model.float())
+
+
+def case_a_step_that_fails_leaves_masters_and_parameters() -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = wrapped(model)
+    if hvd.size() == 1:
+        pytest.skip("a single rank keeps no start")
+    before = [p.detach().clone() for p in model.parameters()]
+    masters = [optimizer.master(p).clone() for p in model.parameters()]
+    failing = mock.patch.object(
+        optimizer._adasum, "_next_round", side_effect=RuntimeError
+    )
+    backward(model, 0)
+    with failing, pytest.raises(RuntimeError):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(torch.equal, masters, map(optimizer.master, model.parameters())))
 
 
 def case_grad_scaler_skips_on_all_ranks() -> None:

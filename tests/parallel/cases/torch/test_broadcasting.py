@@ -111,6 +111,9 @@ def case_broadcast_refusals_have_names() -> None:
     for params in (3, good, "weights", nn.Linear(1, 1)):
         with pytest.raises(ValueError, match="expected a state dict, or an iterable"):
             hvd.broadcast_parameters(params, 0)
+    broken = ((str(each), 1 / each) for each in (0,))
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        hvd.broadcast_parameters(broken if hvd.rank() == last() else {"0": good}, 0)
     for root in (hvd.size(), -1, None):
         with pytest.raises(ValueError, match="broadcast_parameters: expected a root_r"):
             hvd.broadcast_parameters([good], root)

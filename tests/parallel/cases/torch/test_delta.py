@@ -197,6 +197,24 @@ def case_a_window_that_a_checkpoint_would_drop() -> None:
     optimizer.step()
 
 
+def case_a_window_of_other_buckets_is_refused() -> None:
+    if hvd.size() == 1:
+        pytest.skip("a single rank has no windows")
+    torch.manual_seed(0)
+    one, other = (
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(nn.Linear(3, 2).parameters(), 0.1),
+            op=hvd.AdasumDelta, local_steps=2, bucket_bytes=bucket_bytes,
+        )
+        for bucket_bytes in (1 << 20, 4)
+    )  # fmt: skip
+    one.step()
+    with pytest.raises(
+        ValueError, match=r"starts of \[\d, \d\] elements, but got \[8\]"
+    ):
+        other.load_state_dict(one.state_dict())
+
+
 def case_a_refused_reduction_leaves_the_start() -> None:
     if hvd.size() == 1:
         pytest.skip("needs 2 ranks")

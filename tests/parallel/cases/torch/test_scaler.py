@@ -122,6 +122,26 @@ def case_change_that_overflows() -> None:
     assert scaler.get_scale() == 0.5
 
 
+def case_scaler_without_gradients_and_of_a_plain_optimizer() -> None:
+    weight, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0).double())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight, empty], 0.5), op="adasum-delta"
+    )
+    scaler = hvd.GradScaler("cpu", init_scale=4.0)
+    loss = scaler.scale(weight.sum())
+    if hvd.rank() == hvd.size() - 1:
+        loss.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.detach(), torch.full((3,), 0.5))
+    plain = torch.optim.SGD([weight], 0.5)
+    weight.grad = None
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(plain)
+    scaler.step(plain)
+    assert torch.equal(weight.detach(), torch.zeros(3))
+
+
 def case_torch_grad_scaler() -> None:
     """torch's scaler: right after an own synchronize(), an error that names ours otherwise."""
     for op in ("adasum-grad", "adasum-delta"):
