@@ -19,7 +19,7 @@ from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 
 
 def digest(variable: Any) -> str:
-    """Return the hash of a variable's bits."""
+    """Return a hash of a variable's dtype, shape and bits."""
     array = np.asarray(variable)
     found = hashlib.sha256(repr((array.dtype, array.shape)).encode())
     found.update(array.tobytes())

@@ -197,9 +197,7 @@ class Bucket:
         self._handle = None
 
     def close(self) -> None:
-        """Wait for a reduction in flight, and unregister the weights in the op."""
-        if self.in_flight:
-            self.finish()
+        """Unregister the weights in the op; no reduction is in flight."""
         if ops.is_adasum(self._options.op):
             binding.forget_weights(wire.LIBRARY, self.entry)
 

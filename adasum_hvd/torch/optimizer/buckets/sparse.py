@@ -68,11 +68,6 @@ class SparseBucket:
         """Forget an exchange that was interrupted by Horovod's end."""
         self._finishers, self._sources = [], []
 
-    def close(self) -> None:
-        """Wait for an exchange in flight."""
-        if self.in_flight:
-            self.finish()
-
 
 def _rows(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
     if gradient is None:
