@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import horovod.tensorflow as horovod_tf
-import horovod.tensorflow.keras
 import tensorflow as tf
+from horovod.tensorflow.compression import Compression
 
 from adasum_hvd.base import ops
 from adasum_hvd.tensorflow import ops as tf_ops
-from adasum_hvd.tensorflow.horovod_arguments import by_name
 
 
 def _tensor(value: Any) -> Any:
@@ -23,13 +22,21 @@ def _tensor(value: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def allreduce(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `value` as :func:`adasum_hvd.tensorflow.ops.allreduce` reduces it.
-
-    `args` are in the order of `horovod.tensorflow.keras`: name, average, factors, op, compression.
-    """
-    given = by_name(horovod.tensorflow.keras.allreduce, args, kwargs)
-    return tf_ops.allreduce(_tensor(value), **given)
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+    **kwargs: Any,
+) -> Any:
+    """Return `value` as :func:`adasum_hvd.tensorflow.ops.allreduce` reduces it."""
+    return tf_ops.allreduce(
+        _tensor(value), average, compression=compression, op=op, name=name,
+        prescale_factor=prescale_factor, postscale_factor=postscale_factor, **kwargs,
+    )  # fmt: skip
 
 
 def allgather(value: Any, name: str | None = None, **kwargs: Any) -> tf.Tensor:
