@@ -21,6 +21,7 @@ from horovod.tensorflow import mpi_ops
 from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import registered
 from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.tensorflow.unfolded import unfolded
 
 _order_variables: dict[str, tf.Variable] = {}  # by name
 _uses: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by TF1 graph
@@ -38,8 +39,9 @@ def reduce_named(
     Uses of one name run in the order of the program. `factors` are prescale and postscale factor.
     An OpError on every rank if their tensors differ. Collective; blocks (eagerly).
     """
-    specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
     name, ordered = _in_graph(name)
+    tensors = tensors if ordered else [*map(unfolded, tensors)]
+    specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
     number = registered(process_set).process_set_id
     function = _reducing(name, ordered, op, factors, number, specs)
     return list(function(*tensors))
@@ -56,8 +58,9 @@ def _shown(name: str, op: ops.ReduceOp) -> str:
 
 def gather_named(tensor: Any, name: str, process_set: ProcessSet) -> tf.Tensor:
     """Return all ranks' tensors, one after the other, as :func:`reduce_named`. Collective."""
-    spec = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
     name, ordered = _in_graph(name)
+    tensor = tensor if ordered else unfolded(tensor)
+    spec = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
     number = registered(process_set).process_set_id
     return _gathering(name, ordered, number, spec)(tensor)
 
