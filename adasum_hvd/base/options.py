@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,6 +164,12 @@ def check(options: Options, compressions: Sequence[Any]) -> None:
         listed = [id(parameter) for group in options.groups for parameter in group]
         if len(set(listed)) != len(listed):
             raise ValueError("groups: expected each parameter once, but got one twice")
+
+
+def turned_off(setting: str) -> str:
+    """Return "SETTING=value" if the environment turns a part off: by any text but "on" or "1"."""
+    value = os.environ.get(setting) or "on"
+    return "" if value in ("on", "1") else f"{setting}={value}"
 
 
 def warn_of_one_group(

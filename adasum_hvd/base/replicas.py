@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,13 @@ _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by 
 
 class ReplicaMismatch(RuntimeError):
     """Replicas hold different values; the message names the first tensor and the ranks."""
+
+
+def digest_of(dtype: Any, shape: Any, data: Any) -> str:
+    """Return a hash of a tensor's dtype, shape and bits, which `data` holds end to end."""
+    found = hashlib.sha256(repr((dtype, shape)).encode())
+    found.update(data)
+    return found.hexdigest()
 
 
 def is_due(model: Any, every: int) -> bool:

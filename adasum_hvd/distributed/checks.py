@@ -86,6 +86,11 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((count - 1) * stride for count, stride in sides)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are in memory as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
 def overlap(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether two tensors share elements; of one with gaps, only the first counts."""
     spans = []

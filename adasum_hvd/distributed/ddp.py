@@ -150,10 +150,9 @@ class AdasumState(Ruled):
             if not issubclass(type(model), DistributedDataParallel):
                 continue
             hooks = getattr(model, "_comm_hooks", ())
-            modules = [
-                getattr(hook, "__module__", "") for hook, s in hooks if s is self
-            ]
-            if any(module in _HOOKS for module in modules):
+            if any(
+                s is self and getattr(h, "__module__", "") in _HOOKS for h, s in hooks
+            ):
                 ranks = dist.get_process_group_ranks(model.process_group)
                 if {*ranks} != {*mine}:
                     return (

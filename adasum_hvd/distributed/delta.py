@@ -233,9 +233,10 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
 def check_alone(name: str, optimizer: Any, ranks: Sequence[int]) -> None:
     """Raise ValueError if other windows join an optimizer's changes over all of these ranks."""
     for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
-        other: Any = getattr(hook, "__self__", None)
-        alone = not isinstance(other, Windows) or len(ranks) == 1
-        if not alone and {*other._communicator.ranks} >= {*ranks}:
+        other = getattr(hook, "__self__", None)
+        if len(ranks) == 1 or not isinstance(other, Windows):
+            continue
+        if {*other._communicator.ranks} >= {*ranks}:
             raise ValueError(
                 f"{name}: expected an optimizer whose changes are not reduced yet, but got one "
                 f"that {other._who} reduces over the same ranks; call remove() on that first, or "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations_with_replacement
@@ -10,11 +9,12 @@ from typing import Any
 
 import torch
 
+from adasum_hvd.base.options import turned_off
 from adasum_hvd.distributed.blocks import Slice
 from adasum_hvd.distributed.coefficients import Tree, constant, tree_of
 from adasum_hvd.distributed.slices import BLOCK_ELEMENTS, Run, blocks_of
 
-SETTING = "ADASUM_HVD_TRITON"  # other than "on" or "1": torch's operations
+SETTING = "ADASUM_HVD_TRITON"  # turned off: torch's operations
 OLDEST = (3, 6)  # whose kernels take tuples
 RANKS_AT_ONCE = 8  # whose dot products one pass forms; of more, those of 8 with 8
 TILE_ELEMENTS = 1024  # that `combine_kernel` works on together
@@ -183,8 +183,8 @@ def why_not(device: torch.device) -> str:
     A first reduction by them is compared with torch's, because Triton finds out only then whether
     there is a C compiler, and whether it knows the device.
     """
-    if (value := os.environ.get(SETTING) or "on") not in ("on", "1"):
-        return f"{SETTING}={value}"
+    if off := turned_off(SETTING):
+        return off
     if torch.version.hip:
         return "not tried on ROCm"
     try:

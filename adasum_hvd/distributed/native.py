@@ -20,6 +20,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from adasum_hvd import __version__, core
+from adasum_hvd.base.options import turned_off
+from adasum_hvd.distributed.checks import is_plain
 from adasum_hvd.distributed.coefficients import symmetric
 from adasum_hvd.distributed.communicator import (
     Communicator,
@@ -31,7 +33,7 @@ from adasum_hvd.distributed.exchange import Shards
 from adasum_hvd.distributed.rules import Coefficients, Rule, checked
 from adasum_hvd.monitor.statistics import TensorRecord, width
 
-SETTING = "ADASUM_HVD_CORE"  # other than "on" or "1": torch's operations
+SETTING = "ADASUM_HVD_CORE"  # turned off: torch's operations
 LIMIT = "of the process group's timeout"
 _LEAST_BYTES = 64 << 10  # of a bucket that is worth a mapping of its own
 
@@ -108,9 +110,7 @@ def _agree_with_shards(
 
 
 def _agree(communicator: Communicator, rule: Rule) -> Choice:
-    group, why = None, core.why_missing()
-    if (value := os.environ.get(SETTING) or "on") not in ("on", "1"):
-        why = f"{SETTING}={value}"
+    group, why = None, turned_off(SETTING) or core.why_missing()
     hosts, places = hosts_of(communicator), sites_of(communicator).places
     network = _Messages(communicator) if len(set(places)) > 1 else None
     if network and not communicator.on_gloo(torch.device("cpu")):
@@ -218,7 +218,7 @@ class Reducer(NamedTuple):
 
     def reduce_each(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reduce tensors of one dtype in place, each where it is."""
-        dense = [t if t.is_contiguous() and not t.is_neg() else t.clone(
+        dense = [t if is_plain(t) else t.clone(
             memory_format=torch.contiguous_format) for t in tensors]  # fmt: skip
         table: NDArray[Any] = np.zeros(len(dense), core.TENSOR)
         table["input"] = table["output"] = [tensor.data_ptr() for tensor in dense]

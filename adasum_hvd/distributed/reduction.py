@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from adasum_hvd.distributed import native
+from adasum_hvd.distributed.checks import is_plain
 from adasum_hvd.distributed.coefficients import Tree, constant, symmetric, tree_of, walk
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.device_slice import AnySlice, slice_of
@@ -144,7 +145,7 @@ def reduce_tensors(
     if core := _core(only, communicator, rule, shards):
         core.reduce_each(tensors)
         return
-    in_place = len(tensors) == 1 and only.is_contiguous() and not only.is_neg()
+    in_place = len(tensors) == 1 and is_plain(only)
     flat = only.view(-1) if in_place else torch.cat([t.reshape(-1) for t in tensors])
     _reduce(flat, sizes, levels_of(communicator, rule), rule, shards)
     if not in_place:

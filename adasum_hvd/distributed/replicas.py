@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from adasum_hvd.advice.banner import distributed_banner
 from adasum_hvd.advice.learning_rate import find_study
 from adasum_hvd.base.marks import is_marked_local
-from adasum_hvd.base.replicas import ReplicaMismatch, compare, is_due
+from adasum_hvd.base.replicas import ReplicaMismatch, compare, digest_of, is_due
 from adasum_hvd.distributed import device_slice, native
 from adasum_hvd.distributed.communicator import Communicator, hosts_of
 from adasum_hvd.distributed.ddp import AdasumState
@@ -24,9 +23,7 @@ def digest(tensor: torch.Tensor) -> str:
     local = local_of(tensor.detach())
     data = torch.empty(local.numel(), dtype=local.dtype, device="cpu")
     data.copy_(local.reshape(-1))
-    found = hashlib.sha256(repr((local.dtype, local.shape)).encode())
-    found.update(data.view(torch.uint8).numpy())
-    return found.hexdigest()
+    return digest_of(local.dtype, local.shape, data.view(torch.uint8).numpy())
 
 
 def named_tensors(

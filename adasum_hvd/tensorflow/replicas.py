@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from horovod.tensorflow import mpi_ops
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.options import ProcessSet
 from adasum_hvd.base.replicas import ReplicaMismatch as ReplicaMismatch
-from adasum_hvd.base.replicas import compare, is_due
+from adasum_hvd.base.replicas import compare, digest_of, is_due
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.optimizer import is_distributed
 from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
@@ -21,9 +20,7 @@ from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
 def digest(variable: Any) -> str:
     """Return a hash of a variable's dtype, shape and bits."""
     array = np.asarray(variable)
-    found = hashlib.sha256(repr((array.dtype, array.shape)).encode())
-    found.update(array.tobytes())
-    return found.hexdigest()
+    return digest_of(array.dtype, array.shape, array.tobytes())
 
 
 def _state(optimizer: Any) -> Iterator[Any]:

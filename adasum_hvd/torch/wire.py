@@ -19,6 +19,7 @@ from horovod.torch import mpi_ops
 
 from adasum_hvd.base import agreement, ops
 from adasum_hvd.base.options import ProcessSet
+from adasum_hvd.distributed.checks import is_plain
 from adasum_hvd.horovod import binding
 
 LIBRARY = mpi_ops._basics.MPI_LIB_CTYPES
@@ -93,13 +94,8 @@ def nameless(process_set: ProcessSet) -> str:
     return f"adasum.noname.{process_set.process_set_id}.{next(count)}"
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are in memory as they are, one after the other."""
-    return tensor.is_contiguous() and not tensor.is_neg()
-
-
 def _needs_no_copy(tensor: torch.Tensor) -> bool:
-    return tensor.dtype != torch.bfloat16 and _is_plain(tensor)
+    return tensor.dtype != torch.bfloat16 and is_plain(tensor)
 
 
 def _with_copies(
@@ -108,7 +104,7 @@ def _with_copies(
     """Return the tensors to send and to receive, and (copy, output) pairs."""
     sent, received, copies = [], [], []
     for tensor, output in zip(tensors, outputs, strict=True):
-        if as_bits and _is_plain(tensor) and _is_plain(output):
+        if as_bits and is_plain(tensor) and is_plain(output):
             tensor, output = tensor.view(torch.float16), output.view(torch.float16)
         elif as_bits or not (_needs_no_copy(tensor) and _needs_no_copy(output)):
             widens = tensor.dtype == torch.bfloat16 and not as_bits

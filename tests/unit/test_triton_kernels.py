@@ -269,9 +269,13 @@ def test_reasons_for_torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     device_slice.why_not.cache_clear()
     expected = "torch's operations (ADASUM_HVD_TRITON=off)"
     assert device_slice.described(cpu) == expected
-    monkeypatch.setenv(device_slice.SETTING, "1")
-    device_slice.why_not.cache_clear()
-    assert device_slice.described(cpu) == "Triton's kernels"
+    for turn_on in (
+        lambda: monkeypatch.delenv(device_slice.SETTING),
+        lambda: monkeypatch.setenv(device_slice.SETTING, "1"),
+    ):
+        turn_on()
+        device_slice.why_not.cache_clear()
+        assert device_slice.described(cpu) == "Triton's kernels"
     monkeypatch.setattr(device_slice, "OLDEST", (99, 0))
     device_slice.why_not.cache_clear()
     assert "is older than 99.0" in device_slice.described(cpu)

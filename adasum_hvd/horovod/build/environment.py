@@ -84,7 +84,8 @@ def detect_mpi() -> str:
 
 
 def _compiler_version() -> str:
-    cxx = str(prerequisites.compiler())  # there is one
+    cxx = prerequisites.compiler()
+    assert cxx is not None  # `detect` asks for it first
     return f"{cxx}: {prerequisites.printed(cxx, '--version').splitlines()[0]}"
 
 

@@ -1,9 +1,12 @@
-"""Properties of processes that tests read from outside their code."""
+"""Properties of processes that tests read from outside their code, or limit."""
 
 from __future__ import annotations
 
+import itertools
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -27,3 +30,17 @@ def settled(number: Callable[[], int]) -> int:
 def shared_mappings() -> int:
     """Return how many mappings this process has of memory that the core shares."""
     return Path("/proc/self/maps").read_text().count("memfd:adasum_hvd")
+
+
+@contextmanager
+def descriptors(spare: int) -> Iterator[None]:
+    """Leave this process so many descriptors that it can open."""
+    numbers = itertools.count()
+    free = (n for n in numbers if not Path(f"/proc/self/fd/{n}").exists())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = next(itertools.islice(free, spare, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

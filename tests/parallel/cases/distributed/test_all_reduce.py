@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
-import resource
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -44,6 +41,7 @@ from tests.parallel.harness.conformance import (
     tensor_of,
 )
 from tests.parallel.harness.models import loss_of, model_of, weights
+from tests.parallel.harness.processes import descriptors
 
 HOSTS: list[str] = []
 
@@ -335,20 +333,6 @@ def case_a_failure_of_one_rank_ends_the_others() -> None:
     assert time.monotonic() - began < 30
     with pytest.raises(RuntimeError):  # of no use any more
         adasum_all_reduce(torch.ones(3), group)
-
-
-@contextmanager
-def descriptors(spare: int) -> Iterator[None]:
-    """Leave this process so many descriptors that it can open."""
-    numbers = itertools.count()
-    free = (n for n in numbers if not Path(f"/proc/self/fd/{n}").exists())
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = next(itertools.islice(free, spare, None))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def case_one_rank_that_cannot_use_the_core() -> None:

@@ -27,7 +27,7 @@ from adasum_hvd.distributed import (
     adasum_hook,
     adasum_replicate,
 )
-from tests.parallel.cases.distributed.test_all_reduce import HOSTS, descriptors
+from tests.parallel.cases.distributed.test_all_reduce import HOSTS
 from tests.parallel.cases.distributed.test_all_reduce import align as align
 from tests.parallel.cases.distributed.test_all_reduce import init as init
 from tests.parallel.cases.distributed.test_all_reduce import rank as rank
@@ -35,7 +35,12 @@ from tests.parallel.cases.distributed.test_all_reduce import shutdown as shutdow
 from tests.parallel.cases.distributed.test_hook import ENGINE, check_record, gradients
 from tests.parallel.harness import ddp
 from tests.parallel.harness.models import loss_of, model_of, sgd
-from tests.parallel.harness.processes import settled, shared_mappings, until
+from tests.parallel.harness.processes import (
+    descriptors,
+    settled,
+    shared_mappings,
+    until,
+)
 
 
 def with_state(**arguments) -> None:
