@@ -249,6 +249,21 @@ def case_worker_local() -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("op", ("adasum-grad", "average"))
+def case_what_is_frozen_around_backward_loses_no_gradient(op: str) -> None:
+    """A rank's own parameter, and one that is trained again before the step."""
+    model = model_of()
+    hvd.mark_worker_local(model[4].weight)
+    optimizer = distributed(model, op)
+    for changed, trained in ((model[4].weight, False), (model[2].bias, True)):
+        optimizer.zero_grad()
+        changed.requires_grad_(False)
+        loss_of(model, hvd.rank(), 0).backward()
+        changed.requires_grad_(trained)
+        optimizer.step()
+        assert model[0].weight.grad.any()
+
+
 @pytest.mark.parametrize("op", ("adasum-grad", "adasum-delta"))
 def case_conversion_after_wrapping(op: str) -> None:
     """Other dtypes and memory layouts than at construction: the buckets follow."""
