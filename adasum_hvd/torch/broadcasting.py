@@ -231,7 +231,8 @@ def broadcast_optimizer_state(
         copy = tensors[key].cpu() if is_root else torch.empty(shape, dtype=dtype)
         _start(copy, root_rank, f"adasum.optimizer_state.{index}", process_set)()
         received[key] = copy
-    failure = None if is_root or keep else _load(optimizer, outline, received)
+    # On the root, too: torch casts a state that it loads.
+    failure = None if keep else _load(optimizer, outline, received)
     _gather(caller, failure, "adasum.optimizer_state.loaded", process_set)
 
 

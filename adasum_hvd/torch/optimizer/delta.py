@@ -107,7 +107,7 @@ class DeltaReducer(Reducer):
             self._replaced |= bucket.begin_window()
         if first and self.consistency is not None:
             self._agree_on_start(self.consistency)
-            self._replaced = False
+            self._stepped_here = self._looked_for_copies = self._replaced = False
         self._epoch = checks.epoch()
         if self.consistency is not None:
             weights = (weight for bucket in self.buckets for weight in bucket.params)

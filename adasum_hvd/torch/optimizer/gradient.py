@@ -66,9 +66,6 @@ class GradientReducer(Reducer):
         self._members = self._current_members()
         super().rebuild()
         self.buckets = [*self.flat_buckets, *self._sparse]
-        self._count()
-
-    def _count(self) -> None:
         passes, name_of = self.options.backward_passes_per_step, self.parameters.name_of
         self._counter = GradientReadyCounter(self.buckets, passes, name_of, self._start)
 
@@ -81,8 +78,7 @@ class GradientReducer(Reducer):
                 "or zero_grad() of this optimizer first"
             )
         super().set_backward_passes_per_step(passes)
-        self._counter.close()
-        self._count()
+        self._counter.expect(passes)
 
     @property
     def synchronized(self) -> bool:
@@ -142,8 +138,8 @@ class GradientReducer(Reducer):
             self._reset(synchronized=False)
             raise
 
-    def _current_members(self) -> list[tuple[int, bool]]:
-        return [(id(p), p.requires_grad) for p in self.parameters]
+    def _current_members(self) -> set[int]:
+        return set(map(id, self.parameters.reduced()))
 
     def _announce_change(self, _: ConsistencyCheck) -> None:
         self._check_unchanged(in_buckets=True)
@@ -174,7 +170,8 @@ class GradientReducer(Reducer):
         self._run_round()
         if any(b.flags.announces_change for b in self.common_buckets):
             self._drop_round()
-            self.rebuild()  # raises an error that names the difference
+            self.rebuild()  # raises an error that names the difference, if it is still there
+            self._run_round()
         for bucket in self.buckets:
             bucket.write_back()
         if ops.is_adasum(self.options.op) and not (self.alone or self._warned):

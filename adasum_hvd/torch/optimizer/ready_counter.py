@@ -25,7 +25,7 @@ class GradientReadyCounter:
         name_of: Callable[[torch.Tensor], str],
         on_complete: Callable[[Any], None],
     ):
-        self._buckets, self._passes, self._name_of = buckets, passes, name_of
+        self._buckets, self._name_of = buckets, name_of
         self._on_complete = weakref.WeakMethod(on_complete)  # its object has this one
         self._sizes = [len(bucket.params) for bucket in buckets]
         self._places = [
@@ -33,7 +33,7 @@ class GradientReadyCounter:
             for index, bucket in enumerate(buckets)
             for place, parameter in enumerate(bucket.params)
         ]
-        self._left = [passes] * len(self._places)
+        self.expect(passes)
         self._missing = list(self._sizes)
         self._seen: list[Seen | None] = [None] * len(self._places)
         self.touched = False  # backward has made a gradient since the last reset
@@ -90,6 +90,10 @@ class GradientReadyCounter:
             "this optimizer (the model's does not notify it). An earlier DistributedOptimizer of "
             "the same parameters counts, too: delete it"
         )
+
+    def expect(self, passes: int) -> None:
+        """Set how many passes complete a gradient; none has begun."""
+        self._passes, self._left = passes, [passes] * len(self._places)
 
     def passes_of(self, parameter: torch.Tensor) -> int:
         """Return how many passes have reached a parameter since the last reset."""

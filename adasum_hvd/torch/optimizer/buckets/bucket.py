@@ -163,6 +163,7 @@ class Bucket:
         """Set gradients to the reduced values, `only_views`: those that may be bucket views."""
         gradients, views, written = [], [], []
         pairs = zip(self.params, self.views, strict=True)
+        any_sparse = not only_views and self.flags.tells_of_sparse
         for index, (parameter, view) in enumerate(pairs):
             gradient = parameter.grad
             if only_views and (gradient is None or not self.allows_view(index)):
@@ -171,8 +172,9 @@ class Bucket:
                 continue
             is_sparse = gradient is not None and gradient.is_sparse
             has_graph = gradient is not None and gradient.requires_grad
-            if is_sparse or (gradient is None and self.flags.is_sparse(index)):
-                rows = gradient.sparse_dim() if gradient is not None else 1
+            unlike = gradient is None or any_sparse  # perhaps another rank's is sparse
+            if is_sparse or (unlike and self.flags.is_sparse(index)):
+                rows = gradient.sparse_dim() if is_sparse else 1
                 parameter.grad = view.to(parameter.dtype).to_sparse(rows)
             elif self.allows_view(index):
                 if gradient is None or not self.holds(index, gradient):

@@ -57,6 +57,13 @@ class Flags:
         """Whether a rank has announced a change. False on devices: reading would stall them."""
         return self._numbers.is_cpu and not bool(self._numbers.isfinite().all())
 
+    @property
+    def tells_of_sparse(self) -> bool:
+        """Whether a rank had a sparse gradient. False on devices, as above."""
+        largest = 1.5 * self._most_dense
+        is_known = self._tells_sparse and self._numbers.is_cpu
+        return is_known and bool(self._numbers.max() > largest)
+
     def is_none(self, index: int) -> bool:
         """Return whether no rank has a gradient of a parameter."""
         return bool(self._numbers[index] == NONE)

@@ -167,6 +167,7 @@ def case_broadcast_optimizer_state_of_every_kind() -> None:
         lambda p: torch.optim.Adam(p, 0.1),
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         lambda p: torch.optim.LBFGS(p, 0.1),
+        lambda p: torch.optim.NAdam(p, 0.1),  # loading casts a part of its state
     ):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             optimizer = trained(make, dtype)

@@ -238,7 +238,7 @@ def case_a_refused_reduction_leaves_the_start() -> None:
 
 
 def case_join_of_the_delta_variant() -> None:
-    """A rank that has joined counts as no change, and its weights stay."""
+    """A rank that has joined counts as no change, and its weights stay; then all train on."""
     parameter = nn.Parameter(torch.arange(9000.0))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([parameter], 1.0), op=hvd.AdasumDelta
@@ -248,4 +248,8 @@ def case_join_of_the_delta_variant() -> None:
         optimizer.step()
     hvd.join()
     moved = 2.0 if hvd.rank() > 0 else 0.0  # the others' changes are parallel and equal
+    assert torch.equal(parameter.detach(), torch.arange(9000.0) - moved)
+    hvd.broadcast_parameters([parameter], root_rank=hvd.size() - 1)
+    optimizer.step()
+    moved = 4.0 if hvd.size() > 1 else 2.0
     assert torch.equal(parameter.detach(), torch.arange(9000.0) - moved)

@@ -148,6 +148,11 @@ def case_passes_are_not_changed_after_a_backward_pass() -> None:
     for step in range(2):
         backward(model, step)
     optimizer.step()
+    model[0].bias.requires_grad_(False)
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    backward(model, 2)
+    optimizer.step()
     check_same_everywhere(model)
 
 

@@ -192,6 +192,16 @@ def case_sparse_gradients_of_some_ranks(op: str, optimizer: str, dense: bool) ->
         assert model[0].weight.grad.is_sparse
 
 
+def case_a_gradient_that_is_sparse_on_one_rank_is_sparse_on_all() -> None:
+    """Optimizers round the two kinds differently."""
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.1), op=hvd.Sum)
+    is_sparse = hvd.rank() == hvd.size() - 1
+    functional.embedding(torch.tensor([0]), weight, sparse=is_sparse).sum().backward()
+    optimizer.step()
+    assert weight.grad.is_sparse
+
+
 def case_an_id_that_is_used_again() -> None:
     """A parameter in the memory of another one that is gone does not get that one's name."""
     model, kept = nn.Linear(4, 4, bias=False), []
@@ -247,6 +257,21 @@ def case_worker_local() -> None:
         loss_of(model, hvd.rank(), 0).backward()
         with pytest.raises(RuntimeError, match="replicas would diverge"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("op", ("adasum-grad", "average"))
+def case_what_is_frozen_around_backward_loses_no_gradient(op: str) -> None:
+    """A rank's own parameter, and one that is trained again before the step."""
+    model = model_of()
+    hvd.mark_worker_local(model[4].weight)
+    optimizer = distributed(model, op)
+    for changed, trained in ((model[4].weight, False), (model[2].bias, True)):
+        optimizer.zero_grad()
+        changed.requires_grad_(False)
+        loss_of(model, hvd.rank(), 0).backward()
+        changed.requires_grad_(trained)
+        optimizer.step()
+        assert model[0].weight.grad.any()
 
 
 @pytest.mark.parametrize("op", ("adasum-grad", "adasum-delta"))
