@@ -37,6 +37,15 @@ def must_reduce(options: Options) -> bool:
     )
 
 
+def after(gradients: Sequence[Any]) -> Any:
+    """Return a context whose operations wait for the last gradient.
+
+    In a graph, `fit` learns by a step without data that its data has ended. No part of that step
+    may run, and each rank would run other parts. The last gradient is the first one of backward.
+    """
+    return tf.control_dependencies([g for g in gradients if g is not None][-1:])
+
+
 class Reduction:
     """Reduces lists of tensors that belong to variables.
 
