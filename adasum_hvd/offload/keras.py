@@ -186,6 +186,13 @@ class AdamOffload(keras.optimizers.Optimizer):
                 # Zeros differ from the variable, so the first step copies the variable.
                 self._masters.append(None if own else zeros(name=f"{base}_master"))
 
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As Keras's; a step without data, at the end of what `fit` reads, does nothing."""
+        grads = list(grads)
+        with tf.control_dependencies([g for g in grads if g is not None][-1:]):
+            super().apply(grads, trainable_variables)
+
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable and its moments."""
         if isinstance(self._learning_rate, RateVector):

@@ -22,7 +22,7 @@ from adasum_hvd.tensorflow.horovod_arguments import (
     warn_without_effect,
     weights_of,
 )
-from adasum_hvd.tensorflow.reduction import Reduction, is_alone
+from adasum_hvd.tensorflow.reduction import Reduction, after, is_alone
 from adasum_hvd.tensorflow.reduction.buckets import prepared
 
 # A tape lives for one step, but the result of the ranks' comparison must be kept.
@@ -71,7 +71,8 @@ class _Tape(tf.GradientTape):
         ]
         variables = [sources[place] for place in places]
         ready = prepared([flat[place] for place in places], variables, options)
-        results = _reduction_of(options).gradients(ready, variables, places)
+        with after(ready):
+            results = _reduction_of(options).gradients(ready, variables, places)
         for place, result in zip(places, results, strict=True):
             flat[place] = result
         return tf.nest.pack_sequence_as(gradients, flat)

@@ -134,6 +134,18 @@ def test_vector_of_rates_ends():
         optimizer.apply([tf.ones(3)], [variable])
 
 
+def test_fit_ends_with_the_last_rate_of_a_vector():
+    """Keras learns by a step without data that data of unknown length has ended."""
+    layer = keras.layers.Dense(1, kernel_initializer="ones")
+    model = keras.Sequential([keras.Input((1,)), layer])
+    optimizer = AdamOffload([0.1] * 2, weight_decay=0.5, decoupled_weight_decay=True)
+    model.compile(optimizer, "mse", jit_compile=False)
+    zeros = tf.data.Dataset.from_tensors(([[0.0]], [[0.0]])).repeat(2)
+    model.fit(zeros.filter(lambda *_: True), verbose=0)
+    assert int(optimizer.iterations) == 2
+    assert np.isclose(layer.kernel[0, 0], 0.95**2)
+
+
 def test_masters_follow_their_variables():
     """The delta variant may keep them, unless they hold bits below the variable's precision."""
     variable = keras.Variable(np.ones(3), dtype="bfloat16", name="kernel")

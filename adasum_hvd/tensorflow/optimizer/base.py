@@ -20,7 +20,7 @@ from adasum_hvd.tensorflow.optimizer.window import (
     load_windows,
     save_windows,
 )
-from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
+from adasum_hvd.tensorflow.reduction import Reduction, after, must_reduce
 from adasum_hvd.tensorflow.reduction.lists import Agreed, name_of
 
 # Keras's optimizers that let others take the step; MultiOptimizer is not in every Keras 3.
@@ -136,10 +136,11 @@ class KerasDistributed(keras.optimizers.Optimizer):
         self._refuse_executions()
         grads = self._prepared(grads, variables)
         window = self._adasum.gradients
-        if window.length == 1:
-            self._checked_apply(grads, variables)
-        else:
-            self._accumulate(window, grads, variables)
+        with after(grads):
+            if window.length == 1:
+                self._checked_apply(grads, variables)
+            else:
+                self._accumulate(window, grads, variables)
 
     def _prepared(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients in the form in which they are accumulated and applied."""

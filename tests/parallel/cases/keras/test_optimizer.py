@@ -157,6 +157,19 @@ def case_keras_accumulation(op: str) -> None:
         check_equal(model, expected)
 
 
+def case_keras_data_of_unknown_length() -> None:
+    """`fit` learns by a step without data that they have ended: no part of it may run."""
+    optimizer = hvd.DistributedOptimizer(
+        momentum(), op="adasum-grad", backward_passes_per_step=2
+    )
+    model = compiled(optimizer)
+    data = tuple(d.astype(np.float32) for d in numerics.data_of(hvd.rank(), 3))
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(numerics.BATCH)
+    model.fit(batches.filter(lambda *_: True), verbose=0)
+    assert int(optimizer.iterations) == optimizer._adasum.gradients.steps == 1
+    check_equal(model, trained("adasum-grad", 3, passes=2))
+
+
 def case_keras_accumulates_what_one_pass_has() -> None:
     """The last rank has a gradient of a variable in the first of two passes only."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)

@@ -224,6 +224,25 @@ def case_process_set() -> None:
     hvd.remove_process_set(alone)
 
 
+def case_tape_at_the_end_of_the_data() -> None:
+    """TensorFlow runs what needs no data; ranks would wait for one another."""
+    weights = [tf.Variable(2.0), tf.Variable(2.0)]
+    batches = iter(tf.data.Dataset.range(1, 2))
+
+    @tf.function
+    def step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = weights[0] * tf.cast(next(batches), tf.float32)
+        tape, zero = hvd.DistributedGradientTape(tape), tf.UnconnectedGradients.ZERO
+        return tf.stack(tape.gradient(loss, weights, unconnected_gradients=zero))
+
+    assert step().numpy().tolist() == [1, 0]
+    uses = [int(count) for count in named._order_variables.values()]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        step()
+    assert uses == [int(count) for count in named._order_variables.values()]
+
+
 def case_tape() -> None:
     kernel, bias = tf.Variable(tf.ones((4, 2))), tf.Variable(tf.ones(2))
     local = tf.Variable(1.0)
