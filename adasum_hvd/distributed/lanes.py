@@ -63,6 +63,11 @@ def _run(
                 result = task(communicator)
         except BaseException as error:  # the program's thread raises it
             lost = str(error) if isinstance(error, RanksLost) else lost
+            if not isinstance(error, Exception):  # which a future does not take
+                error = RuntimeError(
+                    f"AdaSum: expected a result or an Exception of the rule, but got {error!r} "
+                    f"(rank {communicator.rank} of {communicator.size}); raise an Exception"
+                )
             future.set_exception(error)
         else:
             future.set_result(result)

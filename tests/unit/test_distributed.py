@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from adasum_hvd.distributed.coefficients import (
     walk,
 )
 from adasum_hvd.distributed.exchange import sums_by_tensor
+from adasum_hvd.distributed.lanes import ThreadLane
 from adasum_hvd.distributed.reduction import plan, power_of_two_scale
 from adasum_hvd.distributed.replicas import digest
 from adasum_hvd.distributed.slices import (
@@ -233,3 +238,19 @@ def test_equal_bits_of_other_shapes_or_dtypes_differ() -> None:
     zeros = torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32)
     assert len({*map(digest, zeros)}) == 3
     assert digest(zeros[0]) == digest(torch.zeros(3, 2).t())
+
+
+def test_a_rule_that_exits_ends_its_reduction() -> None:
+    """A future takes no SystemExit: the thread ended, and `wait` did not."""
+    ranks: Any = SimpleNamespace(rank=0, size=1)
+    lane = ThreadLane(ranks)
+    future = lane.submit(lambda _: sys.exit("enough"), [])
+    until = time.monotonic() + 10
+    while not future.done() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert future.done()
+    with pytest.raises(
+        RuntimeError, match=r"got SystemExit\('enough'\) \(rank 0 of 1\)"
+    ):
+        future.wait()
+    assert lane.submit(lambda _: "next", []).wait() == "next"
