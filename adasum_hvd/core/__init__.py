@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +24,12 @@ __all__ = [
     "Group",
     "Network",
     "Unresponsive",
+    "quota",
     "share",
     "why_missing",
 ]
 
-ABI = 5
+ABI = 6
 LIBRARY = Path(__file__).with_name("libadasum.so")
 DTYPES = {"float16": 0, "float32": 1, "float64": 2, "bfloat16": 3}
 GROUP_OPS = {"adasum": 0, "average": 1, "sum": 2}
@@ -140,6 +142,7 @@ def _loaded() -> tuple[Any, str]:
         ("share", pointer, [pointer, ctypes.c_int64]),
         ("free", None, [pointer]),
         ("close", None, [pointer]),
+        ("quota", ctypes.c_double, [ctypes.c_char_p, ctypes.c_char_p]),
     ):  # fmt: skip
         function = getattr(library, f"adasum_{name}")
         function.restype, function.argtypes = result, arguments
@@ -149,6 +152,12 @@ def _loaded() -> tuple[Any, str]:
 def why_missing() -> str:
     """Return why there is no library that fits, or "" if there is one."""
     return _loaded()[1]
+
+
+def quota(root: Path = Path("/")) -> float:
+    """Return the number of processors that control groups grant this process, infinite for all."""
+    paths = (bytes(root / name) for name in ("proc/self/cgroup", "sys/fs/cgroup"))
+    return _library().adasum_quota(*paths) if _library() else math.inf
 
 
 def _library() -> Any:

@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define ADASUM_ABI 5 /* changes with any struct or function below */
+#define ADASUM_ABI 6 /* changes with any struct or function below */
 
 enum {
   ADASUM_OK = 0,
@@ -126,6 +126,10 @@ void* adasum_share(void* at, int64_t bytes);
 void adasum_free(void* other);
 
 void adasum_close(adasum_group* group); /* NULL: nothing */
+
+/* The processors that control groups grant, or infinity. `membership` is /proc/self/cgroup and `mount`
+ * /sys/fs/cgroup, or files like these. */
+double adasum_quota(const char* membership, const char* mount);
 
 #ifdef __cplusplus
 }

@@ -15,6 +15,7 @@
 
 #include "host/abort_notice.h"
 #include "host/hybrid.h"
+#include "host/processor_quota.h"
 #include "kernels/kernels.h"
 #include "reduce/observation.h"
 #include "reduce/plan.h"
@@ -332,6 +333,12 @@ EXPORT void adasum_close(adasum_group* group) {
   if (group != nullptr && group->owner == getpid()) {
     delete group;
   }
+}
+
+EXPORT double adasum_quota(const char* membership, const char* mount) {
+  ProcessorQuota quota;
+  Guarded(nullptr, [&] { quota = ReadProcessorQuota(membership, mount); });
+  return quota.processors;
 }
 
 } // extern "C"

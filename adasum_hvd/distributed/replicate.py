@@ -154,8 +154,9 @@ class ReplicateHandle(Ruled):
         name = progress.unit.names[number]
         if before is not None and writes_to(parameter.grad, before) == 1:
             action = _checkpoint_action() or (
-                "call the model's zero_grad() between steps (not grad.data.zero_(), which is not "
-                "seen), and wrap all passes of a step but the last in no_sync()"
+                "call the optimizer's zero_grad() between steps (after an evaluation the model's "
+                "leaves some gradients, and grad.data.zero_() is not seen), and wrap all passes "
+                "of a step but the last in no_sync()"
             )
             raise RuntimeError(
                 f"adasum_replicate: expected the gradient of {name} to be new or local, but got "

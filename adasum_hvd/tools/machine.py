@@ -10,9 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from adasum_hvd import __version__
+from adasum_hvd import __version__, core
 from adasum_hvd.horovod.build import environment, nccl, prerequisites
 from adasum_hvd.horovod.build.findings import DoctorFinding, State
 
@@ -64,47 +64,10 @@ def _flags_of_horovodrun() -> str:
     )
 
 
-def quota(root: Path = ROOT) -> float | None:
-    """Return the number of processors that control groups grant this process, None for all.
-
-    Those that hold it and all above them, of version 2 and 1; a container sees its own as the
-    root, while its path may be the one outside. As the op does (`host/processors.cc`).
-    """
-    membership = root / "proc/self/cgroup"
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    mount = root / "sys/fs/cgroup"
-    granted: list[float] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        bases = [mount, mount / "unified"]
-        if controllers:
-            cpu = "cpu" in controllers.split(",")
-            bases = [mount / controllers, mount / "cpu"] if cpu else []
-        group = PurePosixPath(path.lstrip("/"))
-        folders = (base / part for base in bases for part in (group, *group.parents))
-        granted += filter(None, map(_granted, folders))
-    return min(granted, default=None)
-
-
-def _granted(folder: Path) -> float | None:
-    """Return the number of processors that one control group grants, None for all."""
-    try:
-        if (folder / "cpu.max").exists():
-            limit, _, period = (folder / "cpu.max").read_text().partition(" ")
-        else:
-            limit = (folder / "cpu.cfs_quota_us").read_text()
-            period = (folder / "cpu.cfs_period_us").read_text()
-    except OSError:
-        return None
-    if limit == "max" or int(limit) <= 0:
-        return None
-    return int(limit) / int(period)
-
-
 def _processors(root: Path) -> Iterator[DoctorFinding]:
-    mine, granted = len(os.sched_getaffinity(0)), quota(root)
+    mine, granted = len(os.sched_getaffinity(0)), core.quota(root)
     found, fix = f"{mine} of {os.cpu_count()}", ""
-    if granted is not None and granted < mine:
+    if granted < mine:
         found += f", of which a control group grants {granted:g}"
         fix = f"start at most {max(1, int(granted))} ranks here, or raise the quota"
     yield DoctorFinding("processors", found, fix=fix)

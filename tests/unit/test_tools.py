@@ -133,28 +133,6 @@ def write(root: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path) -> None:
-    assert machine.quota(tmp_path) is None
-    write(
-        tmp_path, "proc/self/cgroup", "4:memory:/job\n3:cpuacct,cpu:/\n0::/slice/job\n"
-    )
-    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
-    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert machine.quota(tmp_path) is None
-    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "50000\n")
-    assert machine.quota(tmp_path) == 0.5
-    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
-    write(tmp_path, "sys/fs/cgroup/slice/cpu.max", "150000 100000\n")
-    assert machine.quota(tmp_path) == 1.5
-    write(tmp_path, "sys/fs/cgroup/slice/job/cpu.max", "120000 100000\n")
-    assert machine.quota(tmp_path) == 1.2
-    write(tmp_path, "sys/fs/cgroup/slice/other/cpu.max", "50000 100000\n")
-    assert machine.quota(tmp_path) == 1.2
-    for group in ("slice", "slice/job"):
-        write(tmp_path, f"sys/fs/cgroup/{group}/cpu.max", "max 100000\n")
-    assert machine.quota(tmp_path) is None
-
-
 def test_decisions_of_the_kernel_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/\n")
     write(tmp_path, "sys/fs/cgroup/cpu.max", "10000 100000\n")

@@ -1,5 +1,5 @@
 // The processor time that the kernel grants to the control groups of this process: containers limit it by
-// quotas (`docker --cpus 2`), which affinity masks do not show. tools/machine.py reads them in Python, too.
+// quotas (`docker --cpus 2`), which affinity masks do not show.
 #pragma once
 
 #include <cstdint>
