@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -53,13 +53,8 @@ class ForwardCheck:
             return
         self.passes += 1
         # Not inside backward, where checkpointed layers run again.
-        if torch._C._current_graph_task_id() == -1 and any(map(_failed, self._sharded)):
-            raise RuntimeError(
-                "adasum_replicate: expected the last backward pass to have ended, but it raised an "
-                "error, after which layers of fully_shard train no more (rank "
-                f"{dist.get_rank()}); call reset_iter_state() of each outermost one that ran, "
-                "on every rank (torch 2.13), or resume from a checkpoint"
-            )
+        if torch._C._current_graph_task_id() == -1:
+            check_ended("adasum_replicate", self._sharded)
         for name, parameter in model.named_parameters():
             if self._is_new(name, parameter):
                 # torch.func.functional_call: these parameters are the caller's to reduce.
@@ -90,10 +85,17 @@ class ForwardCheck:
         return is_dtensor(parameter) and parameter.device_mesh in self._meshes
 
 
-def _failed(module: Any) -> bool:
-    """Return whether FSDP has not ended the module's last backward pass."""
-    context = getattr(module._get_fsdp_state(), "_state_ctx", None)
-    return getattr(context, "post_backward_final_callback_queued", False)
+def check_ended(caller: str, sharded: Iterable[Any]) -> None:
+    """Raise RuntimeError if FSDP has not ended the last backward pass of these modules."""
+    for module in sharded:
+        context = getattr(module._get_fsdp_state(), "_state_ctx", None)
+        if getattr(context, "post_backward_final_callback_queued", False):
+            raise RuntimeError(
+                f"{caller}: expected the last backward pass to have ended, but it raised an error, "
+                f"after which layers of fully_shard train no more (rank {dist.get_rank()}); call "
+                "the model's zero_grad(), then reset_iter_state() of each outermost one that ran, "
+                "on every rank (torch 2.13), or resume from a checkpoint"
+            )
 
 
 def _plain(name: str) -> str:

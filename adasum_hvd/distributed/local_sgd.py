@@ -18,9 +18,16 @@ import torch.distributed as dist
 from adasum_hvd.base.options import check_count
 from adasum_hvd.distributed.communicator import Communicator
 from adasum_hvd.distributed.delta import Windows, check_alone, check_optimizer
+from adasum_hvd.distributed.forward_check import check_ended
 from adasum_hvd.distributed.replica_mesh import connect
 from adasum_hvd.distributed.rules import Coefficients, rule_of
-from adasum_hvd.distributed.sharding import is_reduced, like, local_of, reshard
+from adasum_hvd.distributed.sharding import (
+    is_fsdp_module,
+    is_reduced,
+    like,
+    local_of,
+    reshard,
+)
 from adasum_hvd.distributed.units import Selection, gradient_dtype, units_of
 
 
@@ -95,6 +102,7 @@ class LocalSGD(Windows):
         return self._local_step
 
     def _begin_step(self) -> None:
+        check_ended("LocalSGD", filter(is_fsdp_module, self._model.modules()))
         self._check_parameters()
         saved, self._saved = self._saved, set()
         if self._local_step and saved == {"optimizer"}:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from adasum_hvd.distributed import (
+    LocalSGD,
     adasum_replicate,
     check_replicas,
     mark_worker_local,
@@ -74,13 +75,17 @@ def case_synchronize_after_a_pass_that_broke_off() -> None:
         loss().backward()
 
 
-def case_a_sharded_pass_that_broke_off() -> None:
+@pytest.mark.parametrize("by", ("adasum_replicate", "LocalSGD"))
+def case_a_sharded_pass_that_broke_off(by: str) -> None:
     """FSDP's layers would train no more."""
     model, whole = nn.Linear(4, 4, bias=False), torch.full((4, 4), 0.5)
     nn.init.ones_(model.weight)
     fully_shard(model, mesh=mesh_of(2)["shard"])
-    adasum_replicate(model, mesh_of(2)["replica"])
     optimizer, x = torch.optim.SGD(model.parameters(), 0.125), torch.ones(1, 4)
+    if by == "LocalSGD":
+        LocalSGD(optimizer, model, mesh_of(2)["replica"], every=2)
+    else:
+        adasum_replicate(model, mesh_of(2)["replica"])
 
     def loss() -> torch.Tensor:
         return model(x.requires_grad_()).sum()
@@ -89,10 +94,12 @@ def case_a_sharded_pass_that_broke_off() -> None:
     with pytest.raises(ZeroDivisionError):
         loss().backward()
     hook.remove()
-    with pytest.raises(RuntimeError, match=r"fully_shard train no more .*reset_iter"):
-        loss()
+    with pytest.raises(RuntimeError, match=by + r".*fully_shard train no more .*reset"):
+        loss().backward()
+        optimizer.step()
     if not hasattr(model, "reset_iter_state"):  # torch before 2.13
         return
+    model.zero_grad()
     model.reset_iter_state()
     for _ in range(4):  # equal gradients of 1
         optimizer.zero_grad()
