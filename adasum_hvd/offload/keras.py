@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
+from adasum_hvd.base.graph_data import after_data
 from adasum_hvd.offload import adam
 
 _HOST = "CPU:0"
@@ -190,7 +191,7 @@ class AdamOffload(keras.optimizers.Optimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """As Keras's; a step without data, at the end of what `fit` reads, does nothing."""
         grads = list(grads)
-        with tf.control_dependencies([g for g in grads if g is not None][-1:]):
+        with after_data(grads):
             super().apply(grads, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:

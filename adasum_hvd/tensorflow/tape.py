@@ -14,6 +14,7 @@ from horovod.tensorflow.compression import Compression
 from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import refuse_process_set
 from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
+from adasum_hvd.base.graph_data import after_data
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.namespaces import with_signature_of
 from adasum_hvd.base.options import Options, ProcessSet, check, groups_of
@@ -22,7 +23,7 @@ from adasum_hvd.tensorflow.horovod_arguments import (
     warn_without_effect,
     weights_of,
 )
-from adasum_hvd.tensorflow.reduction import Reduction, after, is_alone
+from adasum_hvd.tensorflow.reduction import Reduction, is_alone
 from adasum_hvd.tensorflow.reduction.buckets import prepared
 
 # A tape lives for one step, but the result of the ranks' comparison must be kept.
@@ -71,7 +72,7 @@ class _Tape(tf.GradientTape):
         ]
         variables = [sources[place] for place in places]
         ready = prepared([flat[place] for place in places], variables, options)
-        with after(ready):
+        with after_data(ready):
             results = _reduction_of(options).gradients(ready, variables, places)
         for place, result in zip(places, results, strict=True):
             flat[place] = result

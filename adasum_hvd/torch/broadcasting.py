@@ -230,8 +230,8 @@ def broadcast_optimizer_state(
     for index, (key, (shape, dtype)) in enumerate(shapes.items()):
         copy = tensors[key].cpu() if is_root else torch.empty(shape, dtype=dtype)
         _start(copy, root_rank, f"adasum.optimizer_state.{index}", process_set)()
-        received[key] = copy
-    # On the root, too: torch casts a state that it loads.
+        received[key] = tensors.get(key, copy)
+    # On the root, too: torch casts a state that it loads, and keeps tensors that it need not cast.
     failure = None if keep else _load(optimizer, outline, received)
     _gather(caller, failure, "adasum.optimizer_state.loaded", process_set)
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from adasum_hvd.base.agreement import is_elastic, optimizer_facts
 from adasum_hvd.base.dynamic_subclass import as_instance_of
+from adasum_hvd.base.graph_data import after_data
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.options import Options
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
@@ -20,7 +21,7 @@ from adasum_hvd.tensorflow.optimizer.window import (
     load_windows,
     save_windows,
 )
-from adasum_hvd.tensorflow.reduction import Reduction, after, must_reduce
+from adasum_hvd.tensorflow.reduction import Reduction, must_reduce
 from adasum_hvd.tensorflow.reduction.lists import Agreed, name_of
 
 # Keras's optimizers that let others take the step; MultiOptimizer is not in every Keras 3.
@@ -136,7 +137,7 @@ class KerasDistributed(keras.optimizers.Optimizer):
         self._refuse_executions()
         grads = self._prepared(grads, variables)
         window = self._adasum.gradients
-        with after(grads):
+        with after_data(grads):
             if window.length == 1:
                 self._checked_apply(grads, variables)
             else:

@@ -7,8 +7,6 @@ the model. A rank without a tensor contributes zeros, and learns whether any ran
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import tensorflow as tf
@@ -37,19 +35,6 @@ def must_reduce(options: Options) -> bool:
     return not is_alone(process_set) or (
         process_set.included() and options.clip_delta_norm is not None
     )
-
-
-def after(gradients: Sequence[Any]) -> Any:
-    """Return a context whose operations wait for the last gradient that is no constant.
-
-    In a graph, `fit` learns by a step without data that its data has ended. No part of that step
-    may run, and each rank would run other parts. The last gradient is the first one of backward.
-    """
-    if tf.executing_eagerly():
-        return nullcontext()
-    known = (tensor for tensor in reversed(gradients) if tensor is not None)
-    is_from_data = (t for t in known if tf.get_static_value(t) is None)
-    return tf.control_dependencies([*islice(is_from_data, 1)])
 
 
 class Reduction:

@@ -60,9 +60,7 @@ class Flags:
     @property
     def tells_of_sparse(self) -> bool:
         """Whether a rank had a sparse gradient. False on devices, as above."""
-        largest = 1.5 * self._most_dense
-        is_known = self._tells_sparse and self._numbers.is_cpu
-        return is_known and bool(self._numbers.max() > largest)
+        return self._numbers.is_cpu and self._is_sparse(self._numbers)
 
     def is_none(self, index: int) -> bool:
         """Return whether no rank has a gradient of a parameter."""
@@ -70,5 +68,9 @@ class Flags:
 
     def is_sparse(self, index: int) -> bool:
         """Return whether a rank has a sparse gradient; False if the codes are not used."""
-        largest = 1.5 * self._most_dense
-        return self._tells_sparse and bool(self._numbers[index] > largest)
+        return self._is_sparse(self._numbers[index])
+
+    def _is_sparse(self, numbers: torch.Tensor) -> bool:
+        # A change is no sparse gradient: what only some ranks hold is not reduced again.
+        is_sparse = (numbers > 1.5 * self._most_dense) & (numbers < CHANGE)
+        return self._tells_sparse and bool(is_sparse.any())

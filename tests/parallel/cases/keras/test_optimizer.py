@@ -170,6 +170,19 @@ def case_keras_data_of_unknown_length() -> None:
     check_equal(model, trained("adasum-grad", 3, passes=2))
 
 
+def case_keras_gradients_that_need_no_data() -> None:
+    """The last gradient is a regularizer's alone, whose step at the end of data may not run."""
+    used, unused = (keras.layers.Dense(1, kernel_regularizer="l2") for _ in range(2))
+    data = keras.Input((1,))
+    model = keras.Model(data, [used(data), unused(data)])
+    inner = keras.optimizers.SGD(0.1)
+    optimizer = hvd.DistributedOptimizer(inner, op="adasum-grad")
+    model.compile(optimizer, ["mse", None], jit_compile=False)
+    ones = tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat(2)
+    model.fit(ones.filter(lambda *_: True), verbose=0)
+    assert int(optimizer.iterations) == 2
+
+
 def case_keras_accumulates_what_one_pass_has() -> None:
     """The last rank has a gradient of a variable in the first of two passes only."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)

@@ -215,6 +215,21 @@ def case_replicated_over_process_sets() -> None:
             hvd.check_replicas(plain)
 
 
+def case_a_change_of_some_ranks_is_no_sparse_gradient() -> None:
+    """A trunk that is frozen during backward only: its bucket announces nothing."""
+    mine, _ = halves()
+    model = Mixed()
+    hvd.mark_replicated_over(mine, *model.expert.parameters())
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), op="average"
+    )
+    model.trunk.requires_grad_(False)
+    model.loss().backward()
+    model.trunk.requires_grad_(True)
+    optimizer.step()
+    assert not model.expert.weight.grad.is_sparse
+
+
 @pytest.mark.parametrize("op", ("adasum-delta", "adasum-grad"))
 def case_marks_after_wrapping(op: str) -> None:
     """They count from the step after the next on, whose hooks are there already."""
