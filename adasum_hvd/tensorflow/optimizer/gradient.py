@@ -22,12 +22,7 @@ class GradientOptimizer(KerasDistributed):
         return prepared(grads, variables, self._adasum.options)
 
     def _apply_together(self, present: dict[int, Any]) -> None:
-        state, every = self._adasum, self.gradient_accumulation_steps
-        # What Keras accumulates has a gradient if one of its passes has. A traced function does not
-        # know where a window begins.
-        is_first = tf.executing_eagerly() and int(self._iterations) % (every or 1) == 0
-        before = frozenset() if not every or is_first else state.present
-        state.present = before | frozenset(present)
+        self._adasum.present = frozenset(present)
         grads = []
         for index, variable in enumerate(self._trainable_variables):
             grad = present.get(index)
@@ -46,19 +41,26 @@ class GradientOptimizer(KerasDistributed):
         state = self._adasum
         chosen = state.reduced(variables)
         mine = [
-            grad if self._get_variable_index(variable) in state.present else None
-            for grad, variable in zip(grads, variables, strict=True)
-            if not is_marked_local(variable)
+            g for g, v in zip(grads, variables, strict=True) if not is_marked_local(v)
         ]
+        present = [self._get_variable_index(v) in state.present for v in chosen]
+        given = [g if here else None for g, here in zip(mine, present, strict=True)]
         has_local = any(map(is_marked_local, self._trainable_variables))
-        agreed = self._require_any(state.reduction.agree(mine, chosen, has_local))
+        agreed = self._require_any(state.reduction.agree(given, chosen, has_local))
         if self.global_clipnorm and agreed.any_local:
             raise ValueError(
                 "global_clipnorm: expected variables that are all reduced, but got worker-local "
                 "ones. Every rank would clip by another norm and the replicas would diverge; use "
                 "clipnorm or clipvalue"
             )
-        results, used = state.reduction(mine, chosen)
+        summed = bool(self.gradient_accumulation_steps)
+        tensors = mine if summed else given
+        results, used = state.reduction(tensors, chosen, present=present)
+        if summed:
+            # A sum has gradients of earlier passes, too. Only its value shows that: another
+            # process may have taken these passes, or a traced function.
+            pairs = zip(used, results, strict=True)
+            used = [u is True or u | tf.reduce_any(r != 0) for u, r in pairs]
         indices = map(self._get_variable_index, chosen)
         state.used = dict(zip(indices, used, strict=True))
         self._note_finite(results)

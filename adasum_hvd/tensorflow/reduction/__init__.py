@@ -77,6 +77,7 @@ class Reduction:
         variables: Sequence[Any],
         places: Sequence[int] | None = None,
         refuses: bool = False,
+        present: Sequence[bool] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Return `tensors` reduced, one per variable, and whether any rank has each of them.
 
@@ -85,7 +86,7 @@ class Reduction:
         if another rank has one. `places` as :meth:`agree`. Collective.
         """
         agreed = self.agree(tensors, variables, places=places)
-        present = [tensor is not None for tensor in tensors]
+        present = present or [tensor is not None for tensor in tensors]
         label = f"{self._what}.{agreed.number}"
         used, checks = self._exchange_flags(label, agreed.number, present, refuses)
         # Ranks may disagree about any list but the first, so its buckets wait for the checks.

@@ -196,6 +196,18 @@ def case_keras_accumulates_what_one_pass_has() -> None:
         optimizer.apply([ones, last], variables)
     assert float(variables[0][0]) == 1 - 2
     assert np.isclose(float(variables[1][0]), 1 - 2 * (size - 0.5) / size)
+    # The first pass may have been another process's, or a traced function's.
+    optimizer.apply([ones, ones], variables)
+    saved: dict[str, object] = {}
+    optimizer.save_own_variables(saved)
+    resumed = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), op="average"
+    )
+    variables = [keras.Variable([1.0]), keras.Variable([1.0])]
+    resumed.build(variables)
+    resumed.load_own_variables(saved)
+    resumed.apply([ones, None], variables)
+    assert [float(v[0]) for v in variables] == [0.0, 0.5]
 
 
 @pytest.mark.parametrize("passes", [1, 2])
