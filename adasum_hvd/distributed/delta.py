@@ -86,7 +86,7 @@ class Windows(Ruled):
         if self._local_step:
             # A wrapper may have exchanged weights after its inner step.
             self._duplicates.end(self._optimizer, self._weights())
-        if not self._starts:
+        else:  # also after a first step that raised
             self._units = self._reduced_units()
             self._starts = [*map(torch.clone, self._locals())]
             self._duplicates.begin(self._optimizer, self._starts)

@@ -32,7 +32,12 @@ SERVER.set_forkserver_preload([__name__])
 SIZES = ((5,), (1, 0, 7, 4096, 3), (4097, 300_001, 17))
 JOB_RANKS = 100  # of rank 0: messages name ranks of the job
 # Of the results with so many ranks, on x86-64 and on arm64: every processor has the same.
-BITS = {1: "02955d2c6b5a4e18", 2: "95ccf5760f9dae41", 3: "a1d596b69f014b73", 5: "a13195c27ed09c9c"}
+BITS = {
+    1: "02955d2c6b5a4e18",
+    2: "95ccf5760f9dae41",
+    3: "a1d596b69f014b73",
+    5: "a13195c27ed09c9c",
+}
 EPS = {"float16": 2**-11, "float32": 2**-24, "float64": 2**-53}
 
 
