@@ -106,7 +106,7 @@ def case_a_first_step_that_raises_is_undone() -> None:
 
 
 def case_a_step_after_one_that_raised_begins_anew() -> None:
-    """Its window has the parameters that are trained by now, and their weights."""
+    """If other parameters are trained by now: all of them are reduced."""
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
