@@ -86,8 +86,10 @@ class Windows(Ruled):
         if self._local_step:
             # A wrapper may have exchanged weights after its inner step.
             self._duplicates.end(self._optimizer, self._weights())
-        if not self._starts:
-            self._units = self._reduced_units()
+            return
+        before, self._units = self._units, self._reduced_units()
+        # The next step has the changes of a first one that raised, unless it has other parameters.
+        if not self._starts or _numbers(before) != _numbers(self._units):
             self._starts = [*map(torch.clone, self._locals())]
             self._duplicates.begin(self._optimizer, self._starts)
 
@@ -215,6 +217,10 @@ class _EveryStep(Windows):
         weights = [p for unit in self._units for p in unit.parameters]
         call, _, self.rule = checked_call(weights, self._communicator, *self._arguments)
         return call
+
+
+def _numbers(units: Sequence[Unit]) -> list[int]:
+    return [id(parameter) for unit in units for parameter in unit.parameters]
 
 
 def _make_hookable(optimizer: torch.optim.Optimizer) -> None:

@@ -151,8 +151,11 @@ class LocalSGD(Windows):
             self._restore()
             with self._without_gradients():
                 for (_, parameter), change in zip(self._named(), changes, strict=True):
-                    gradient = change.neg_().to(gradient_dtype(parameter))
-                    parameter.grad = like(parameter, gradient)
+                    if parameter.requires_grad:
+                        gradient = change.neg_().to(gradient_dtype(parameter))
+                        parameter.grad = like(parameter, gradient)
+                    else:  # frozen since: the outer momentum must not move it
+                        local_of(parameter).add_(change)
                 self._outer.step()
         self._windows += 1
         self._copies.check()
@@ -229,8 +232,13 @@ class LocalSGD(Windows):
             from torch.distributed.checkpoint import state_dict as states
 
             with self._without_gradients():
-                outer = state["outer_optimizer"]
-                states.set_optimizer_state_dict(self._model, self._outer, outer)
+                # A parameter that is trained since the last outer step has no state.
+                states.set_optimizer_state_dict(
+                    self._model,
+                    self._outer,
+                    state["outer_optimizer"],
+                    options=states.StateDictOptions(strict=False),
+                )
             if self._windows == 0:  # torch has made the state of a first step
                 self._outer.state.clear()
 

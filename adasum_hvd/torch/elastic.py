@@ -117,6 +117,12 @@ class TorchState(SharedState, HorovodState):
                 )
         self._commit()
 
+    def restore(self) -> None:
+        """Restore the last commit, also inside lists, dictionaries and arrays."""
+        super().restore()
+        for handler in self._handlers.values():
+            handler.save()  # because optimizers change the tensors that they have loaded
+
     def _sync_trained(self, root: int) -> None:
         for handler in self._handlers.values():
             _SYNC[type(handler)](handler.value, root, self._survived)

@@ -63,7 +63,7 @@ class DeltaReducer(Reducer):
 
     def check_may_change(self) -> None:
         """Raise RuntimeError inside a window of local steps."""
-        if self._local_step:
+        if self._local_step and self.reducing:
             raise RuntimeError(
                 "DistributedOptimizer: expected parameters to change between reductions, but got "
                 f"a change {self._local_step} local steps into a window"

@@ -42,6 +42,32 @@ def case_an_outer_step_leaves_frozen_parameters() -> None:
     assert not model.bias.any() and model.bias.grad.all()
 
 
+def case_an_outer_momentum_leaves_parameters_that_are_frozen_later() -> None:
+    """And a state loads that has no momentum of a parameter that is trained since."""
+    model = nn.Linear(3, 2)
+    outer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+    optimizer, replicas = sgd(model), mesh_of(1)["replica"]
+
+    def step() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.bias.requires_grad_(False)
+    first = LocalSGD(optimizer, model, replicas, 1, outer)
+    step()
+    first.remove()
+    model.bias.requires_grad_(True)
+    local_sgd = LocalSGD(optimizer, model, replicas, 1, outer)
+    local_sgd.load_state_dict(local_sgd.state_dict())
+    assert model.weight in outer.state and model.bias not in outer.state
+    step()
+    model.bias.requires_grad_(False)
+    before = model.bias.clone()
+    step()
+    assert torch.equal(model.bias, before) and outer.state[model.bias]
+
+
 def case_an_evaluation_after_the_last_window_has_the_reduced_weights() -> None:
     """One in mid-window has left whole parameters in FSDP's root."""
     model = Model()
@@ -77,6 +103,23 @@ def case_a_first_step_that_raises_is_undone() -> None:
     local_sgd.synchronize()
     handle.remove()
     assert digest(model) == before
+
+
+def case_a_step_after_one_that_raised_begins_anew() -> None:
+    """If other parameters are trained by now: all of them are reduced."""
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    model.bias.requires_grad_(False)
+    optimizer = sgd(model)
+    reduce_changes(optimizer, rule="mean")
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    model.bias.requires_grad_(True).data.fill_(1)
+    (rank() * model(torch.ones(1, 3)).sum()).backward()
+    optimizer.step()
+    expected = 1 - 0.05 * (dist.get_world_size() - 1) / 2
+    assert torch.allclose(model.bias.data, torch.full((2,), expected))
 
 
 def case_changes_are_compared_as_soon_as_there_are_any() -> None:

@@ -76,6 +76,21 @@ def case_elastic_schedule_drives_the_trained_optimizer(op: str, name: str) -> No
         check_same_everywhere(model)
 
 
+def case_elastic_restores_one_commit_twice() -> None:
+    model = model_of()
+    optimizer = distributed(model, "average")
+    schedule = SCHEDULES["step"](optimizer)
+    trained(model, optimizer, schedule, range(1))
+    state = hvd.elastic.TorchState(model, optimizer, schedule=schedule)
+    state.save()
+    ends = []
+    for _ in range(3):
+        trained(model, optimizer, schedule, range(1, 3))
+        ends.append(weights(model))
+        state.restore()
+    assert all(np.array_equal(ends[0], end) for end in ends)
+
+
 class Average:
     """An average of weights as users write one."""
 

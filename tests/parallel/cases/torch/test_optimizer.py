@@ -398,3 +398,9 @@ def case_optimizer_of_a_process_set() -> None:
     weights = hvd.allgather_object(model[0].weight.detach().numpy())
     assert np.array_equal(weights[0], weights[2])
     assert not np.array_equal(weights[0], weights[1])
+    # Loading a state counts the steps of a rank outside of the set anew.
+    optimizer = distributed(model, "adasum-delta", process_set=pair, local_steps=2)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
