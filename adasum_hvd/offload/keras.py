@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
-from adasum_hvd.base.graph_data import after_data
 from adasum_hvd.offload import adam
 
 _HOST = "CPU:0"
@@ -105,6 +105,28 @@ def _schedule_of(name: str, value: Any) -> Any:
         if name == "lr":
             return value  # without arguments, as Keras's own callables
     return RateFunction(value, name)
+
+
+def after_data(gradients: Iterable[Any]) -> Any:
+    """Return a context whose operations wait for all data of the gradients' functions.
+
+    In a graph, `fit` learns by a step without data that its data has ended. No part of that step
+    may run, and each rank would run other parts. Gradients may need no data: regularizers'.
+    """
+    if tf.executing_eagerly():
+        return nullcontext()
+    refs = tf.resource, tf.variant  # variables' and iterators', always there
+    found: Any = {getattr(gradient, "graph", None) for gradient in gradients}
+    data = [
+        operation
+        for graph in found - {None}
+        for operation in (graph.get_operations() if graph.building_function else ())
+        if "GetNext" in operation.type
+        or (operation.type == "Placeholder" and operation.outputs[0].dtype not in refs)
+    ]
+    with tf.control_dependencies(data):
+        ready = tf.no_op()
+    return tf.control_dependencies([ready])
 
 
 @keras.saving.register_keras_serializable(package="adasum_hvd")

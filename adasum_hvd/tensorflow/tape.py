@@ -14,10 +14,10 @@ from horovod.tensorflow.compression import Compression
 from adasum_hvd.base import ops
 from adasum_hvd.base.agreement import refuse_process_set
 from adasum_hvd.base.dynamic_subclass import as_dynamic_subclass
-from adasum_hvd.base.graph_data import after_data
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.namespaces import with_signature_of
 from adasum_hvd.base.options import Options, ProcessSet, check, groups_of
+from adasum_hvd.offload.keras import after_data
 from adasum_hvd.tensorflow.horovod_arguments import (
     by_name,
     warn_without_effect,

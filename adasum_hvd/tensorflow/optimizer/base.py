@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from adasum_hvd.base.agreement import is_elastic, optimizer_facts
 from adasum_hvd.base.dynamic_subclass import as_instance_of
-from adasum_hvd.base.graph_data import after_data
 from adasum_hvd.base.marks import is_marked_local
 from adasum_hvd.base.options import Options
+from adasum_hvd.offload.keras import after_data
 from adasum_hvd.tensorflow.optimizer.saving import saved_config
 from adasum_hvd.tensorflow.optimizer.window import (
     SAVED,
