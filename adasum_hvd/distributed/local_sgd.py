@@ -90,6 +90,7 @@ class LocalSGD(Windows):
         )
         super().__init__("LocalSGD", optimizer, communicator, every)
         self._model, self._outer = model, outer_optimizer
+        self._sharded = [*filter(is_fsdp_module, model.modules())]
         self._units, self._selection = units_of(model), Selection("LocalSGD", model)
         self._windows = 0  # that have ended
         self._saved: set[str] = set()  # what was saved since the last step
@@ -102,7 +103,7 @@ class LocalSGD(Windows):
         return self._local_step
 
     def _begin_step(self) -> None:
-        check_ended("LocalSGD", filter(is_fsdp_module, self._model.modules()))
+        check_ended("LocalSGD", self._sharded)
         self._check_parameters()
         saved, self._saved = self._saved, set()
         if self._local_step and saved == {"optimizer"}:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +29,7 @@ from adasum_hvd.distributed.slices import (
     Layout,
     chunks_of,
 )
+from tests.parallel.harness.processes import until
 
 SIZES = st.lists(st.integers(0, 5 * BLOCK_ELEMENTS), max_size=6).map(tuple)
 
@@ -245,10 +245,7 @@ def test_a_rule_that_exits_ends_its_reduction() -> None:
     ranks: Any = SimpleNamespace(rank=0, size=1)
     lane = ThreadLane(ranks)
     future = lane.submit(lambda _: sys.exit("enough"), [])
-    until = time.monotonic() + 10
-    while not future.done() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert future.done()
+    until(future.done, 10)
     with pytest.raises(
         RuntimeError, match=r"got SystemExit\('enough'\) \(rank 0 of 1\)"
     ):

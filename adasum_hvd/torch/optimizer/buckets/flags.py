@@ -71,6 +71,8 @@ class Flags:
         return self._is_sparse(self._numbers[index])
 
     def _is_sparse(self, numbers: torch.Tensor) -> bool:
+        if not self._tells_sparse:
+            return False
         # A change is no sparse gradient: what only some ranks hold is not reduced again.
         is_sparse = (numbers > 1.5 * self._most_dense) & (numbers < CHANGE)
-        return self._tells_sparse and bool(is_sparse.any())
+        return bool(is_sparse.any())
