@@ -124,7 +124,7 @@ def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
     return any(
         issubclass(type(module), kind)
         # DDP was called, and not inside no_sync() the last time.
-        and getattr(module, "_lazy_init_ran", True)
+        and module._lazy_init_ran
         and module.require_forward_param_sync
         and module.process_group.size() > 1
         and not _keeps_local(module)

@@ -52,6 +52,9 @@ def test_only_noise_is_worth_every_worker():
     no_noise = Noise(8, 0.0, 4.0, 1.0, 1.0)
     assert no_noise.scale == 0 and no_noise.speedup(8) == 1
     assert math.isnan(Noise(8, 0.0, 0.0, 0.0, 0.0).lengthening)
+    assert only_noise.has_gradients and no_noise.has_gradients
+    # The ranks' gradients cancel out: a scale, but no length to compare.
+    assert not Noise(8, 4.0, -0.5, 0.0, 0.0).has_gradients
 
 
 def test_the_estimates_are_unbiased():

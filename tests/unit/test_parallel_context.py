@@ -9,6 +9,7 @@ import pytest
 
 from adasum_hvd.mindspore.wrap_cells import check_job
 from adasum_hvd.parallel import (
+    FOUND_MODES,
     ParallelContext,
     ParallelModeFinding,
     check,
@@ -132,6 +133,7 @@ def test_refuse():
     with pytest.raises(RuntimeError, match="on ranks 0, 2:"):
         refuse([[pipeline], [], [pipeline]])
     refuse(everywhere, allow_modes=["pipeline"])
+    refuse(everywhere, allow_modes=FOUND_MODES)
     ddp = [[pipeline, ParallelModeFinding("ddp", "a module of DDP")]]
     with pytest.raises(RuntimeError, match="a module of DDP"):
         refuse(ddp, allow_modes=["pipeline"])

@@ -97,6 +97,19 @@ def case_monitor_names_what_travels_in_two_bytes() -> None:
             expected_records.check(record["tensors"], vectors, HOSTS, path, 0.05)
 
 
+class _Closed:
+    """A sink that counts how often it is closed."""
+
+    count = 0
+
+    def __init__(self, record: dict) -> None:
+        pass
+
+    @classmethod
+    def close(cls) -> None:
+        cls.count += 1
+
+
 def case_monitor_follows_parameters_and_leaves_out_what_none_has() -> None:
     model = model_of()
     unused = nn.Parameter(torch.ones(3))
@@ -107,7 +120,7 @@ def case_monitor_follows_parameters_and_leaves_out_what_none_has() -> None:
     folder = Path(tempfile.mkdtemp())
     monitors = [
         hvd.AdasumMonitor(optimizer, 1, folder / "run.jsonl"),
-        hvd.AdasumMonitor(optimizer, 3, [folder / "other.jsonl"]),
+        hvd.AdasumMonitor(optimizer, 3, [folder / "other.jsonl", _Closed]),
     ]
     for step in range(6):
         if step == 3:
@@ -121,6 +134,7 @@ def case_monitor_follows_parameters_and_leaves_out_what_none_has() -> None:
     if hvd.rank() or hvd.size() == 1:
         assert not list(folder.iterdir())
         return
+    assert _Closed.count == 1
     lines = (folder / "run.jsonl").read_text().splitlines()
     records = {one["step"]: one["tensors"] for one in map(json.loads, lines)}
     assert set(records) == {1, 2, 3, 5}  # what was asked for in step 4 has gone
