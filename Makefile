@@ -40,7 +40,7 @@ help:
 	@echo "make wheel     the wheel, built and then tested from an empty folder"
 	@echo "make compatibility   Horovod's own tests with its modules and with ours; HOROVOD_SOURCE names its checkout"
 	@echo "make integrations   adasum_hvd.integrations and the examples, with Lightning, Accelerate, Hugging Face, Ray, torchft; MindSpore"
-	@echo "make matrix    the torch engine's wheel on Python 3.10 to 3.14 and torch 2.4 to 2.14; downloads each"
+	@echo "make matrix    the torch engine's wheel on Python 3.10 to 3.15 and torch 2.4 to 2.15; downloads each"
 	@echo "make bench     measure against Horovod's own reductions"
 	@echo "make study     a small version of each convergence study, in minutes; docs/convergence.md has the full ones"
 	@echo "make soak      the long tests"
@@ -57,6 +57,7 @@ $(VENV)/created: adasum_hvd/horovod/build/prerequisites.py
 	@touch $@
 
 $(VENV)/ready: $(VENV)/created pyproject.toml docker/constraints.txt
+	@$(BIN)/python adasum_hvd/horovod/build/prerequisites.py tensorflow
 	$(call INSTALL,$(PACKAGES))
 
 $(VENV)/for-demo: $(VENV)/created pyproject.toml docker/constraints.txt

@@ -1,7 +1,7 @@
 """The torch engine from a wheel on the Pythons and torches that people have: `make matrix`.
 
     python tests/matrix.py                  # every pair; minutes each, and its packages' download
-    python tests/matrix.py 3.14/2.14.1      # one pair
+    python tests/matrix.py 3.14/2.15.0      # one pair
     python tests/matrix.py keras            # every Keras, with the installed TensorFlow and Horovod
 
 Each pair has an environment of its own, one after the other, without Horovod. Interpreters are
@@ -31,7 +31,8 @@ PAIRS = [
     "3.12/2.11.0",
     "3.11/2.13.0",
     "3.13/2.14.1",
-    "3.14/2.14.1",
+    "3.14/2.15.0",
+    "3.15/2.15.0",
 ]
 KERAS_HEAD = HEAD.replace("Python, torch |", "Keras | TensorFlow |", 1)
 KERAS_HEAD = KERAS_HEAD.replace("|---", "|---|---", 1).replace("3 and 4", "2 and 3", 1)

@@ -84,9 +84,9 @@ def test_versions_are_those_that_are_installed() -> None:
 
 
 def test_pythons_and_extras_are_those_of_the_package() -> None:
-    assert 'requires-python = ">=3.10,<3.15"' in PROJECT
+    assert 'requires-python = ">=3.10,<3.16"' in PROJECT
     for name in ("README.md", "docs/index.md"):
-        assert re.search(r"Linux(,| and) Python 3\.10 to 3\.14", prose_of(name))
+        assert re.search(r"Linux(,| and) Python 3\.10 to 3\.15", prose_of(name))
     extras = {
         extra
         for page in pages.PAGES

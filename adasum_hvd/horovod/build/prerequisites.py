@@ -15,7 +15,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-OLDEST, NEWEST = (3, 10), (3, 13)
+OLDEST, NEWEST = (3, 10), (3, 14)
+NEWEST_OF_TENSORFLOW = (3, 13)
 _PROBE = "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
 
 
@@ -49,14 +50,16 @@ def _compiles(cxx: str, standard: int) -> bool:
     return probe.returncode == 0
 
 
-def missing(*, need_venv: bool = False) -> list[str]:
+def missing(*, need_venv: bool = False, need_tensorflow: bool = False) -> list[str]:
     """Return a sentence for each missing prerequisite, with the package to install."""
     found = sys.version_info[:2]
+    newest = NEWEST_OF_TENSORFLOW if need_tensorflow else NEWEST
     problems = []
-    if not OLDEST <= found <= NEWEST:
+    if not OLDEST <= found <= newest:
         problems.append(
-            f"Python: expected {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, but got "
-            f"{found[0]}.{found[1]}; run `make PYTHON=python3.11 ...`"
+            f"Python: expected {OLDEST[0]}.{OLDEST[1]} to {newest[0]}.{newest[1]}"
+            f"{' for TensorFlow' * need_tensorflow}, but got {found[0]}.{found[1]}; run "
+            "`make PYTHON=python3.11 ...`, after `make clean` if .venv has another Python"
         )
     version = f"{found[0]}.{found[1]}"
     if need_venv and not all(map(importlib.util.find_spec, ("venv", "ensurepip"))):
@@ -80,8 +83,11 @@ def missing(*, need_venv: bool = False) -> list[str]:
 
 
 def main() -> int:
-    """Print the missing prerequisites; return the exit status, 0 if there are none."""
-    problems = missing(need_venv=True)
+    """Print the missing prerequisites; return the exit status, 0 if there are none.
+
+    An argument "tensorflow" asks for those of TensorFlow, too.
+    """
+    problems = missing(need_venv=True, need_tensorflow="tensorflow" in sys.argv)
     for problem in problems:
         print(f"missing: {problem}", file=sys.stderr)
     return 1 if problems else 0
