@@ -29,19 +29,19 @@ def test_nothing_is_missing_here():
 
 
 def test_pythons_that_no_horovod_was_built_for_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    monkeypatch.setattr(sys, "version_info", (3, 15, 0))
     assert prerequisites.missing() == []
     (problem,) = prerequisites.missing(need_tensorflow=True)
     assert problem.startswith(
-        "Python: expected 3.10 to 3.13 for TensorFlow, but got 3.14;"
+        "Python: expected 3.10 to 3.13 for TensorFlow, but got 3.15;"
     )
-    with pytest.raises(environment.BuildError, match=r"for TensorFlow, but got 3\.14"):
+    with pytest.raises(environment.BuildError, match=r"for TensorFlow, but got 3\.15"):
         environment.detect(["torch", "tensorflow"], mpi=False)
     monkeypatch.setattr(sys, "argv", ["prerequisites.py", "tensorflow"])
     assert prerequisites.main() == 1 and "for TensorFlow" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "version_info", (3, 15, 0))
+    monkeypatch.setattr(sys, "version_info", (3, 16, 0))
     (problem,) = prerequisites.missing()
-    assert problem.startswith("Python: expected 3.10 to 3.14, but got 3.15; run `make")
+    assert problem.startswith("Python: expected 3.10 to 3.15, but got 3.16; run `make")
 
 
 def test_a_compiler_without_cxx17_is_named(monkeypatch, tmp_path):

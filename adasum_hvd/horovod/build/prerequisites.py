@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-OLDEST, NEWEST = (3, 10), (3, 14)
+OLDEST, NEWEST = (3, 10), (3, 15)
 NEWEST_OF_TENSORFLOW = (3, 13)
 _PROBE = "#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
 
