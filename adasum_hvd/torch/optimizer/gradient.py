@@ -71,14 +71,22 @@ class GradientReducer(Reducer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """See the wrapper's."""
-        if self._counter.touched:
-            raise RuntimeError(
-                "set_backward_passes_per_step(): expected no backward pass since the last step() "
-                "or zero_grad(), but got one, whose gradients may be reduced already; call step() "
-                "or zero_grad() of this optimizer first"
-            )
+        self._check_no_pass("set_backward_passes_per_step")
         super().set_backward_passes_per_step(passes)
         self._counter.expect(passes)
+
+    def check_may_change(self) -> None:
+        """Raise RuntimeError between passes: new buckets would reduce the earlier ones alone."""
+        if self.options.backward_passes_per_step > 1:
+            self._check_no_pass("add_param_group")
+
+    def _check_no_pass(self, function: str) -> None:
+        if self._counter.touched:
+            raise RuntimeError(
+                f"{function}(): expected no backward pass since the last step() or zero_grad(), "
+                "but got one, whose gradients may be reduced already; call step() or zero_grad() "
+                "of this optimizer first"
+            )
 
     @property
     def synchronized(self) -> bool:

@@ -85,7 +85,7 @@ class DistributedWrapper(torch.optim.Optimizer):
     # ---- state ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the new parameters are reduced too. Collective."""
+        """As torch's, between steps; the new parameters are reduced too. Collective."""
         self._adasum.check_may_change()
         super().add_param_group(param_group)
         self._adasum.parameters.name_new()
