@@ -216,9 +216,11 @@ def find_study(optimizer: object) -> str | None:
 
 def _decays_weights(optimizer: Any) -> bool:
     """Return whether Adam decays weights and not through gradients, which makes it AdamW."""
-    defaults = getattr(optimizer, "defaults", {})
+    defaults = getattr(optimizer, "defaults", None)
+    # Keras's weight_decay is of that kind, unless an optimizer names the kind: AdamOffload.
+    decays = getattr(optimizer, "weight_decay", False) if defaults is None else False
     return bool(
-        getattr(optimizer, "decoupled_weight_decay", False)
+        getattr(optimizer, "decoupled_weight_decay", decays)
         or (isinstance(defaults, dict) and defaults.get("decoupled_weight_decay"))
     )
 

@@ -153,6 +153,10 @@ def test_adam_has_its_own_figures():
     decoupled = torch.optim.Adam(parameters, decoupled_weight_decay=True)
     assert study_of(decoupled) == "adamw"
     assert study_of(torch.optim.Adam(parameters)) == "adam"
+    of_keras = type("Adam", (), {"weight_decay": 0.01})
+    assert study_of(of_keras()) == "adamw"  # by its own decay
+    of_keras.decoupled_weight_decay = False  # as AdamOffload's
+    assert study_of(of_keras()) == "adam"
     assert find_study(SimpleNamespace()) is None
     for other in (torch.optim.RMSprop, type("Lion", (torch.optim.Optimizer,), {})):
         with pytest.raises(

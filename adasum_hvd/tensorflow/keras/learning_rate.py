@@ -118,7 +118,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ):
         def multiplier(epoch: float) -> float:
             # One batch ahead, so that an epoch ends with a round number.
-            epoch += 1.0 / (self._steps or 1)
+            epoch = min(epoch + 1.0 / (self._steps or 1), warmup_epochs)
             size = mpi_ops.size()
             return (epoch * (size - 1) / warmup_epochs + 1) / size
 
@@ -133,8 +133,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Log the learning rate, and the end of the warm-up."""
+        """Log the learning rate, and the end of the warm-up, which has `initial_lr`."""
+        ends = epoch < (self._end or 0) <= epoch + 1
+        if (
+            ends
+        ):  # the last batch may have set none: `steps_per_execution`, a shortened epoch
+            self._set(self._initial_lr)
         super().on_epoch_end(epoch, logs)
-        if self._verbose and epoch + 1 == self._end:
+        if self._verbose and ends:
             rate = float(inner(self.model.optimizer).learning_rate)
             logger.info("epoch %d: warm-up ends at learning rate %g", epoch + 1, rate)

@@ -45,14 +45,17 @@ class Window:
 
     def variables(self, of: Sequence[Any]) -> list[tf.Variable]:
         """Return the count of steps and the tensors of `of`; nothing if windows have one step."""
+        self._filled = None  # the caller may assign other values
         return [] if self._steps is None else [self._steps, *map(self.of, of)]
 
     def require_same(self, variables: Sequence[Any]) -> None:
         """Raise unless every step fills the tensors of the same variables as those before it."""
         # A traced function does not know when a window begins: all windows count as one.
+        if tf.executing_eagerly() and not self.steps:
+            self._filled = None
         filled = frozenset(id(native(variable)) for variable in variables)
         if self._filled is None:
-            self._filled = filled
+            self._filled = filled | self._filled_before()
         if filled != self._filled:
             raise ValueError(
                 "backward_passes_per_step: expected gradients of the same variables in every "
@@ -60,6 +63,13 @@ class Window:
                 f"an earlier one, {len(filled & self._filled)} of them in both; let "
                 "every pass use all of them, or use an optimizer for each part of the model"
             )
+
+    def _filled_before(self) -> frozenset[int]:
+        """Return the ids of the variables whose tensors an unfinished window has filled."""
+        with tf.init_scope():
+            if not (tf.executing_eagerly() and self.steps):
+                return frozenset()
+            return frozenset(i for i, t in self._tensors.items() if np.any(t.numpy()))
 
     def at_start(self, action: Callable[[], None]) -> None:
         """Run `action` before the first step of a window, at run time."""
@@ -87,8 +97,6 @@ class Window:
         def end() -> None:
             action()
             steps.assign(0)
-            if tf.executing_eagerly():
-                self._filled = None
 
         run_if(condition, end)
 

@@ -81,6 +81,10 @@ def case_keras_passes_and_gradients_must_be_complete() -> None:
         if not in_function:
             run((0, 0))
             run((1, 1))  # another window may cover other variables
+            run((0,))
+            for variable in optimizer.window_variables:  # as a state that is restored
+                variable.assign(tf.zeros_like(variable))
+            run((1, 1))
         with pytest.raises(
             ValueError, match="gradients of the same variables in every"
         ):
@@ -213,6 +217,9 @@ def case_keras_resume_inside_a_window_of_passes(op: str) -> None:
         optimizer.apply([2 * grad for grad in grads])
         weights.append([weight.tobytes() for weight in model.get_weights()])
     assert weights[0] == weights[1]
+    optimizer.load_own_variables(store)
+    with pytest.raises(ValueError, match="of the same variables in every pass"):
+        optimizer.apply([grads[0], None])  # the other variable's sum would be lost
     of_last_rank = hvd.allgather_object(store)[-1]
     if hvd.rank() != hvd.size() - 1:
         with pytest.warns(UserWarning, match=f"but rank {hvd.size() - 1} saved it"):

@@ -157,6 +157,15 @@ def case_keras_learning_rate_callbacks() -> None:
     expected = ramp + [0.1] * STEPS + [0.05] * STEPS
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
     check_same_everywhere(model)
+    # An epoch's last batches may set no rate: those of an execution, and after a fractional end.
+    for epochs, batches in ((1, STEPS), (0.5, 1)):
+        rates.clear()
+        warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, epochs)
+        model = compiled(
+            hvd.DistributedOptimizer(momentum()), steps_per_execution=batches
+        )
+        fit(model, callbacks=[warmup, Watch()])
+        assert max(rates) <= np.float32(0.1) == model.optimizer.learning_rate
 
 
 def case_keras_learning_rate_callbacks_again() -> None:
