@@ -94,17 +94,20 @@ def adasum_all_reduce(
     call, several, checked = checked_call(
         tensors, communicator, rule, group_op, group_size
     )
-    if not call.problem and (problem := _problem(several, async_op)):
-        call = call._replace(problem=problem)
+    if not call.problem and overlap(several):
+        problem = "expected tensors that share no elements, but got the same memory in two of them"
+        call = Call(problem=ValueError(f"{problem}; pass each tensor once"))
 
     def reduce(communicator: Communicator) -> list[torch.Tensor]:
         agree("adasum_all_reduce", call, communicator)
-        reduce_list([tensor.detach() for tensor in several], communicator, checked)
+        # Else only the ranks whose slices have elements of an inference tensor raise.
+        inference = any(map(torch.is_inference, several))
+        with torch.inference_mode(inference), torch.no_grad():
+            reduce_list([tensor.detach() for tensor in several], communicator, checked)
         return several
 
     if not async_op:
-        with torch.no_grad():
-            reduce(communicator)
+        reduce(communicator)
         return None
     found = (one.device for one in several if isinstance(one, torch.Tensor))
     device = next(found, torch.device("cpu"))
@@ -117,22 +120,6 @@ def adasum_all_reduce(
         future = torch.futures.Future()
         future.set_exception(error)
     return AdasumWork(future)
-
-
-def _problem(tensors: Sequence[torch.Tensor], async_op: bool) -> ValueError | None:
-    """Return why these tensors cannot be reduced in place, if so."""
-    in_thread = async_op and any(tensor.is_cpu for tensor in tensors)
-    if in_thread and any(map(torch.is_inference, tensors)):
-        return ValueError(
-            "expected tensors that another thread may write, but got one of inference mode; "
-            "reduce it without async_op, or clone it outside"
-        )
-    if overlap(tensors):
-        return ValueError(
-            "expected tensors that share no elements, but got the same memory in two of them; "
-            "pass each tensor once"
-        )
-    return None
 
 
 def checked_call(

@@ -148,7 +148,9 @@ def reduce_tensors(
     in_place = len(tensors) == 1 and is_plain(only)
     flat = only.view(-1) if in_place else torch.cat([t.reshape(-1) for t in tensors])
     _reduce(flat, sizes, levels_of(communicator, rule), rule, shards)
-    if not in_place:
+    if in_place:  # torch has seen this rank's slice only
+        torch.autograd.graph.increment_version(only)
+    else:
         for tensor, part in zip(tensors, flat.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
