@@ -110,6 +110,15 @@ def test_local_size_divides_only_the_factor_that_horovod_internals_h_leaves_undi
     assert "return horovod_global.global_controller->GetLocalSize();" in source
 
 
+def test_ranks_of_several_hosts_meet_under_a_number_that_horovod_internals_h_changes():
+    source = source_of("gloo/gloo_context.cc")
+    scopes = re.findall(r"HOROVOD_GLOO_CROSS_PREFIX(.*?)[,;]", source, re.S)
+    assert [re.sub(r"\s+", "", scope) for scope in scopes] == [
+        "+std::to_string(local_rank)",
+        "+std::to_string(local_rank)+process_set_suffix",
+    ]
+
+
 def test_a_horovod_without_the_op_is_refused():
     with pytest.raises(
         RuntimeError, match=r"expected a Horovod built with.*run `adasum-hvd build`"

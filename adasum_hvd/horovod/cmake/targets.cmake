@@ -104,8 +104,8 @@ function(adasum_flags target)
     "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-fvisibility=hidden;-O3;-ffp-contract=off;-fno-fast-math;-Wno-psabi")
   # The header explains each change to Horovod's calls; the macro selects the changes for one source.
   set(header "${ADASUM_NATIVE_DIR}/op/horovod_internals.h")
-  foreach(pair IN ITEMS common/operations:OPERATIONS common/controller:CONTROLLER torch/mpi_ops_v2:WAITING_LOOPS
-          tensorflow/mpi_ops:WAITING_LOOPS)
+  foreach(pair IN ITEMS common/operations:OPERATIONS common/controller:CONTROLLER
+          common/gloo/gloo_context:GLOO_CONTEXT torch/mpi_ops_v2:WAITING_LOOPS tensorflow/mpi_ops:WAITING_LOOPS)
     string(REGEX MATCH "^(.*):(.*)$" matched ${pair})
     set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}
       PROPERTIES COMPILE_OPTIONS

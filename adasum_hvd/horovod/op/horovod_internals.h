@@ -5,7 +5,8 @@
 // tests/unit/test_horovod_internals.py checks the lines of Horovod on which they rely.
 #pragma once
 
-#if !defined(ADASUM_IN_OPERATIONS) && !defined(ADASUM_IN_CONTROLLER) && !defined(ADASUM_IN_WAITING_LOOPS)
+#if !defined(ADASUM_IN_OPERATIONS) && !defined(ADASUM_IN_CONTROLLER) && !defined(ADASUM_IN_GLOO_CONTEXT) &&  \
+    !defined(ADASUM_IN_WAITING_LOOPS)
 
 #include <cstdint>
 #include <mutex>
@@ -287,6 +288,35 @@ inline std::vector<int32_t> WithCapacityFor(int ranks, size_t length) {
 #define ShouldPerformCheck() ShouldPerformCheck() & ::adasum_hvd::NoteLeaving(*this, should_shut_down)
 
 #endif // ADASUM_IN_CONTROLLER
+
+// ---- in gloo/gloo_context.cc ----
+
+#if defined(ADASUM_IN_GLOO_CONTEXT)
+
+#include <string>
+
+#include "horovod/common/gloo/gloo_context.h"
+#include "horovod/common/utils/env_parser.h"
+
+namespace adasum_hvd {
+
+// Horovod: ranks with the same number on their hosts meet under their number among the set's ranks of their
+// host. If a set has ranks 0 and 1 of a host and rank 1 of another, these are 1 and 0, and both ranks wait.
+// We need: the number on the host, under which the job's own ranks meet, too.
+struct CrossScope {
+  std::string operator+(const std::string& /*number_in_set*/) const {
+    return prefix + std::to_string(horovod::common::GetIntEnvOrDefault(HOROVOD_LOCAL_RANK, 0));
+  }
+  std::string prefix = HOROVOD_GLOO_CROSS_PREFIX;
+};
+
+} // namespace adasum_hvd
+
+#undef HOROVOD_GLOO_CROSS_PREFIX
+#define HOROVOD_GLOO_CROSS_PREFIX                                                                            \
+  ::adasum_hvd::CrossScope {}
+
+#endif // ADASUM_IN_GLOO_CONTEXT
 
 // ---- in torch/mpi_ops_v2.cc and tensorflow/mpi_ops.cc ----
 

@@ -135,9 +135,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Log the learning rate, and the end of the warm-up, which has `initial_lr`."""
         ends = epoch < (self._end or 0) <= epoch + 1
-        if (
-            ends
-        ):  # the last batch may have set none: `steps_per_execution`, a shortened epoch
+        # The last batch may have set none: `steps_per_execution`, a shortened epoch.
+        if ends:
             self._set(self._initial_lr)
         super().on_epoch_end(epoch, logs)
         if self._verbose and ends:

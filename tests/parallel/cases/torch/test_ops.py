@@ -213,6 +213,16 @@ def case_process_set() -> None:
             hvd.allreduce(torch.ones(3), op=op, process_set=hvd.ProcessSet([0]))
 
 
+def case_process_set_of_some_ranks_of_each_host() -> None:
+    """On two hosts of two ranks: ranks 0 and 1 of one, and rank 1 of the other."""
+    if hvd.size() < 4:
+        pytest.skip("needs 4 ranks")
+    some = process_sets.of(0, 1, 3)
+    if some.included():
+        total = hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=some)
+        assert torch.equal(total, torch.full((3,), 3.0))
+
+
 @pytest.mark.parametrize("dtype_name", ["int32", "int64"])
 def case_wrong_dtype_is_refused_on_all_ranks(dtype_name: str) -> None:
     dtype = getattr(torch, dtype_name)
