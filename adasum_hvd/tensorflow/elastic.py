@@ -20,7 +20,7 @@ from adasum_hvd.parallel.tensorflow_modes import native
 from adasum_hvd.tensorflow import broadcasting, ops
 from adasum_hvd.tensorflow.horovod_arguments import warn_without_effect
 from adasum_hvd.tensorflow.optimizer import is_distributed
-from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
+from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots, variables_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -115,7 +115,7 @@ class TensorFlowKerasState(_State):
     def _given(self) -> list[Any]:
         """Return the variables that new ranks get."""
         common, own = self._windows()
-        return [*self.model.weights, *self.optimizer.variables, *common, *own]
+        return [*self.model.weights, *variables_of(self.optimizer), *common, *own]
 
     def _kept(self) -> list[Any]:
         given = self._given()

@@ -14,7 +14,7 @@ from adasum_hvd.base.replicas import ReplicaMismatch as ReplicaMismatch
 from adasum_hvd.base.replicas import compare, digest_of, is_due
 from adasum_hvd.tensorflow.broadcasting import allgather_object
 from adasum_hvd.tensorflow.optimizer import is_distributed
-from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
+from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots, variables_of
 
 
 def digest(variable: Any) -> str:
@@ -29,7 +29,7 @@ def _state(optimizer: Any) -> Iterator[Any]:
     if optimizer is None or (is_distributed(plain) and plain._adasum.options.is_delta):
         return  # the delta variant's optimizer state is local by design
     local = local_slots(optimizer)
-    yield from (v for v in optimizer.variables if id(v) not in local)
+    yield from (v for v in variables_of(optimizer) if id(v) not in local)
 
 
 def check_replicas(

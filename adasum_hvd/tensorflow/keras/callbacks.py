@@ -20,7 +20,7 @@ from adasum_hvd.tensorflow.keras.learning_rate import (
 )
 from adasum_hvd.tensorflow.monitor import AdasumMonitor
 from adasum_hvd.tensorflow.optimizer import is_distributed
-from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots
+from adasum_hvd.tensorflow.optimizer.slots import inner, local_slots, variables_of
 from adasum_hvd.tensorflow.replicas import check_replicas, digest
 
 __all__ = [
@@ -169,7 +169,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         self._broadcast_done = True
         optimizer = self.model.optimizer
-        variables = [*self.model.weights, *optimizer.variables]
+        variables = [*self.model.weights, *variables_of(optimizer)]
         if is_distributed(optimizer):
             if optimizer._adasum.gradients.length > 1:
                 self._compare_passes(optimizer._adasum.gradients.steps)

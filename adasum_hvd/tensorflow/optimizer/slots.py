@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from adasum_hvd.base.marks import is_marked_local
@@ -18,6 +19,14 @@ _NO_SLOTS = ("_variables", "_trainable_variables", "_accumulated_gradients",
 def inner(optimizer: Any) -> Any:
     """Return the optimizer inside a loss scale, and any other optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return an optimizer's variables; inside a loss scale, Keras leaves out some of Nadam's."""
+    listed = optimizer.variables
+    known, own = set(map(id, listed)), vars(inner(optimizer)).values()
+    unlisted = (v for v in own if isinstance(v, keras.Variable) and id(v) not in known)
+    return [*listed, *unlisted]
 
 
 def slot_lists(optimizer: Any) -> Iterator[tuple[str, list[list[Any]]]]:

@@ -73,6 +73,19 @@ def case_elastic_survivors_and_newcomers(op: str) -> None:
     check_same_everywhere(model)
 
 
+def case_elastic_nadam_inside_a_loss_scale() -> None:
+    """Keras lists no product of momenta there, and ranks that join would have another one."""
+    nadam = keras.optimizers.Nadam(0.1)
+    model = compiled(keras.optimizers.LossScaleOptimizer(nadam))
+    state = hvd.elastic.KerasState(model)
+    nadam._u_product.assign(0.5 + hvd.rank())
+    state.sync()
+    assert float(nadam._u_product) == 0.5
+    nadam._u_product.assign(7.0)
+    state.restore()
+    assert float(nadam._u_product) == 0.5
+
+
 def case_elastic_newest_commit() -> None:
     """A rank that dies in the moment of a commit leaves some with it, and some without."""
     model = compiled(hvd.DistributedOptimizer(momentum(), op="adasum-grad"))
