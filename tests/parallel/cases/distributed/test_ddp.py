@@ -97,9 +97,7 @@ def case_an_optimizer_over_ddp_that_reduces(op: str) -> None:
     for allows in ({}, {"allow_modes": ["ddp"]}):
         model = model_of()
         with pytest.raises(RuntimeError, match="not needed") as failed:
-            DistributedDataParallel(
-                model_of().requires_grad_(False)
-            )  # is left half-made
+            DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False))  # half-made
         wrapper = DistributedDataParallel(model)
         optimizer = hvd.DistributedOptimizer(
             sgd(model.parameters()), model.named_parameters(), op=op, **allows
