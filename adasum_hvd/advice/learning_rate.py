@@ -216,9 +216,10 @@ def find_study(optimizer: object) -> str | None:
 
 def _decays_weights(optimizer: Any) -> bool:
     """Return whether Adam decays weights and not through gradients, which makes it AdamW."""
-    defaults = getattr(optimizer, "defaults", None)
-    # Keras's weight_decay is of that kind, unless an optimizer names the kind: AdamOffload.
-    decays = getattr(optimizer, "weight_decay", False) if defaults is None else False
+    defaults = getattr(optimizer, "defaults", {})
+    # Keras's decay is of that kind (and MindSpore's is not), unless AdamOffload names another.
+    of_keras = hasattr(optimizer, "exclude_from_weight_decay")
+    decays = of_keras and getattr(optimizer, "weight_decay", False)
     return bool(
         getattr(optimizer, "decoupled_weight_decay", decays)
         or (isinstance(defaults, dict) and defaults.get("decoupled_weight_decay"))

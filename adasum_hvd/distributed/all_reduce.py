@@ -95,8 +95,11 @@ def adasum_all_reduce(
         tensors, communicator, rule, group_op, group_size
     )
     if not call.problem and overlap(several):
-        problem = "expected tensors that share no elements, but got the same memory in two of them"
-        call = Call(problem=ValueError(f"{problem}; pass each tensor once"))
+        problem = ValueError(
+            "expected tensors that share no elements, but got the same memory in two of them; "
+            "pass each tensor once"
+        )
+        call = Call(problem=problem)
 
     def reduce(communicator: Communicator) -> list[torch.Tensor]:
         agree("adasum_all_reduce", call, communicator)

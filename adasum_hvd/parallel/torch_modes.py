@@ -123,8 +123,8 @@ def reduced_by_ddp(parameters: Iterable[Any]) -> bool:
     ours = {id(parameter) for parameter in parameters}
     return any(
         issubclass(type(module), kind)
-        # DDP was called, and not inside no_sync() the last time.
-        and module._lazy_init_ran
+        # DDP was called, and not inside no_sync() the last time; its __init__ may have failed.
+        and getattr(module, "_lazy_init_ran", False)
         and module.require_forward_param_sync
         and module.process_group.size() > 1
         and not _keeps_local(module)

@@ -154,6 +154,8 @@ def test_adam_has_its_own_figures():
     assert study_of(decoupled) == "adamw"
     assert study_of(torch.optim.Adam(parameters)) == "adam"
     of_keras = type("Adam", (), {"weight_decay": 0.01})
+    assert study_of(of_keras()) == "adam"  # MindSpore's, through gradients
+    of_keras.exclude_from_weight_decay = None
     assert study_of(of_keras()) == "adamw"  # by its own decay
     of_keras.decoupled_weight_decay = False  # as AdamOffload's
     assert study_of(of_keras()) == "adam"

@@ -24,8 +24,9 @@ class Window:
         # No variables of the optimizer: a plain one loads a file from between windows.
         self._tensors: dict[int, tf.Variable] = {}
         self._steps: tf.Variable | None = None
-        # The ids of the variables whose tensors this window's steps fill.
-        self._filled: frozenset[int] | None = None
+        # The ids of the variables whose tensors are filled: by this window's eager steps (True),
+        # and by traced ones (False), which do not know when a window begins: all count as one.
+        self._filled: dict[bool, frozenset[int]] = {}
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create one tensor per variable."""
@@ -45,22 +46,21 @@ class Window:
 
     def variables(self, of: Sequence[Any]) -> list[tf.Variable]:
         """Return the count of steps and the tensors of `of`; nothing if windows have one step."""
-        self._filled = None  # the caller may assign other values
+        self._filled.pop(True, None)  # the caller may assign other values
         return [] if self._steps is None else [self._steps, *map(self.of, of)]
 
     def require_same(self, variables: Sequence[Any]) -> None:
         """Raise unless every step fills the tensors of the same variables as those before it."""
-        # A traced function does not know when a window begins: all windows count as one.
-        if tf.executing_eagerly() and not self.steps:
-            self._filled = None
+        if (eager := tf.executing_eagerly()) and not self.steps:
+            self._filled.pop(True, None)
         filled = frozenset(id(native(variable)) for variable in variables)
-        if self._filled is None:
-            self._filled = filled | self._filled_before()
-        if filled != self._filled:
+        if eager not in self._filled:
+            self._filled[eager] = filled | self._filled_before()
+        if filled != (before := self._filled[eager]):
             raise ValueError(
                 "backward_passes_per_step: expected gradients of the same variables in every "
-                f"pass, but got {len(filled)} variables in this pass and {len(self._filled)} in "
-                f"an earlier one, {len(filled & self._filled)} of them in both; let "
+                f"pass, but got {len(filled)} variables in this pass and {len(before)} in "
+                f"an earlier one, {len(filled & before)} of them in both; let "
                 "every pass use all of them, or use an optimizer for each part of the model"
             )
 
@@ -122,7 +122,7 @@ class Window:
         """Read what :meth:`save` wrote; a store without this window starts a new one."""
         if self._steps is None:
             return
-        self._filled = None
+        self._filled.clear()
         key = f"{SAVED}{self._label}_steps"
         saved = key in store.keys()  # noqa: SIM118 (a store is no mapping)
         self._steps.assign(store[key] if saved else 0)

@@ -96,6 +96,8 @@ def case_what_is_refused() -> None:
 def case_an_optimizer_over_ddp_that_reduces(op: str) -> None:
     for allows in ({}, {"allow_modes": ["ddp"]}):
         model = model_of()
+        with pytest.raises(RuntimeError, match="not needed") as failed:
+            DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False))  # half-made
         wrapper = DistributedDataParallel(model)
         optimizer = hvd.DistributedOptimizer(
             sgd(model.parameters()), model.named_parameters(), op=op, **allows
@@ -116,7 +118,7 @@ def case_an_optimizer_over_ddp_that_reduces(op: str) -> None:
             optimizer.step()
             ddp.check_same_everywhere(model)
         optimizer.zero_grad()
-        del wrapper, optimizer
+        del wrapper, optimizer, failed
 
 
 def case_local_parts_of_dtensors_are_refused() -> None:
