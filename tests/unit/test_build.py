@@ -35,8 +35,6 @@ def test_pythons_that_no_horovod_was_built_for_are_named(monkeypatch, capsys):
     assert problem.startswith(
         "Python: expected 3.10 to 3.13 for TensorFlow, but got 3.15;"
     )
-    with pytest.raises(environment.BuildError, match=r"for TensorFlow, but got 3\.15"):
-        environment.detect(["torch", "tensorflow"], mpi=False)
     monkeypatch.setattr(sys, "argv", ["prerequisites.py", "tensorflow"])
     assert prerequisites.main() == 1 and "for TensorFlow" in capsys.readouterr().err
     monkeypatch.setattr(sys, "version_info", (3, 16, 0))

@@ -111,15 +111,15 @@ def detect(
         gpu: "nccl" builds Horovod's GPU operations with NCCL.
         debug: with debug information.
     """
-    installed = installed_frameworks()
-    chosen = list(installed) if frameworks is None else frameworks
-    if problems := prerequisites.missing(need_tensorflow="tensorflow" in chosen):
+    if problems := prerequisites.missing():
         raise BuildError("cannot build Horovod: " + "; ".join(problems))
     if without := [name for name in _PACKAGES if version_of(name) is None]:
         raise BuildError(
             f"cannot build Horovod: expected the packages {', '.join(without)} in {sys.prefix}, "
             "but got none; pip install 'adasum-hvd[horovod]', in a clone '.[horovod]'"
         )
+    installed = installed_frameworks()
+    chosen = list(installed) if frameworks is None else frameworks
     absent = [name for name in chosen if name not in installed]
     if absent or not chosen:
         raise BuildError(

@@ -2,8 +2,8 @@
 # With inject.cmake, the only file of this project that knows Horovod's build.
 get_filename_component(ADASUM_NATIVE_DIR "${CMAKE_CURRENT_LIST_DIR}" DIRECTORY)
 
-# torch >= 2.1 and TF >= 2.10 need C++17, torch >= 2.14 C++20; all four targets alike, or gloo's symbols clash at
-# link time.
+# torch >= 2.1 and TF >= 2.10 need C++17, torch >= 2.14 C++20, and what both have is compiled as torch's. TF's symbols
+# have types of C++17, in whose place Abseil's headers put those of C++20.
 set(ADASUM_CXX_STANDARD 17)
 if(TARGET pytorch)
   get_directory_property(torch_version DIRECTORY "${CMAKE_SOURCE_DIR}/horovod/torch" DEFINITION Pytorch_VERSION)
@@ -11,11 +11,14 @@ if(TARGET pytorch)
     set(ADASUM_CXX_STANDARD 20)
   endif()
 endif()
-foreach(target IN ITEMS pytorch tensorflow gloo compatible17_gloo)
+foreach(target IN ITEMS pytorch gloo compatible17_gloo)
   if(TARGET ${target})
     set_target_properties(${target} PROPERTIES CXX_STANDARD ${ADASUM_CXX_STANDARD} CXX_STANDARD_REQUIRED ON)
   endif()
 endforeach()
+if(TARGET tensorflow)
+  set_target_properties(tensorflow PROPERTIES CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON)
+endif()
 
 # TF 2.21 ships XLA headers that include highwayhash, but not highwayhash itself.
 if(TARGET tensorflow)
