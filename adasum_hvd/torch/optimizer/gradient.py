@@ -76,8 +76,9 @@ class GradientReducer(Reducer):
         self._counter.expect(passes)
 
     def check_may_change(self) -> None:
-        """Raise RuntimeError between passes: new buckets would reduce the earlier ones alone."""
-        if self.options.backward_passes_per_step > 1:
+        """Raise RuntimeError between passes: AdaSum of their sum needs all of them at once."""
+        passes = self.options.backward_passes_per_step
+        if passes > 1 and ops.is_adasum(self.options.op):
             self._check_no_pass("add_param_group")
 
     def _check_no_pass(self, function: str) -> None:
