@@ -115,10 +115,8 @@ def test_matrix_names_versions_that_exist():
     used = {row["versions"] for row in rows} - {"pinned"}
     found = {path.stem for path in (REPOSITORY / ".github/versions").glob("*.txt")}
     assert used == found
-    (major, oldest), (_, newest) = (
-        prerequisites.OLDEST,
-        prerequisites.NEWEST_OF_TENSORFLOW,
-    )
+    major, oldest = prerequisites.OLDEST
+    _, newest = prerequisites.NEWEST_OF_TENSORFLOW
     supported = {f"{major}.{minor}" for minor in range(oldest, newest + 1)}
     assert {row["python"] for row in rows} == supported
     assert set(jobs["unit"]["strategy"]["matrix"]["python"]) == supported

@@ -112,7 +112,7 @@ function(adasum_flags target)
     string(REGEX MATCH "^(.*):(.*)$" matched ${pair})
     set_source_files_properties("${CMAKE_SOURCE_DIR}/horovod/${CMAKE_MATCH_1}.cc" TARGET_DIRECTORY ${target}
       PROPERTIES COMPILE_OPTIONS
-      "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-DADASUM_IN_${CMAKE_MATCH_2};-include;${header}"
+      "-I${CMAKE_SOURCE_DIR};-I${ADASUM_NATIVE_DIR};-DADASUM_IN_HOROVOD;-DADASUM_IN_${CMAKE_MATCH_2};-include;${header}"
       OBJECT_DEPENDS "${header}")
   endforeach()
 endfunction()

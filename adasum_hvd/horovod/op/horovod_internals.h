@@ -5,8 +5,7 @@
 // tests/unit/test_horovod_internals.py checks the lines of Horovod on which they rely.
 #pragma once
 
-#if !defined(ADASUM_IN_OPERATIONS) && !defined(ADASUM_IN_CONTROLLER) && !defined(ADASUM_IN_GLOO_CONTEXT) &&  \
-    !defined(ADASUM_IN_WAITING_LOOPS)
+#ifndef ADASUM_IN_HOROVOD
 
 #include <cstdint>
 #include <mutex>
@@ -305,9 +304,9 @@ namespace adasum_hvd {
 // We need: the number on the host, under which the job's own ranks meet, too.
 struct CrossScope {
   std::string operator+(const std::string& /*number_in_set*/) const {
-    return prefix + std::to_string(horovod::common::GetIntEnvOrDefault(HOROVOD_LOCAL_RANK, 0));
+    const int number = horovod::common::GetIntEnvOrDefault(HOROVOD_LOCAL_RANK, 0);
+    return HOROVOD_GLOO_CROSS_PREFIX + std::to_string(number); // Horovod's macro still
   }
-  std::string prefix = HOROVOD_GLOO_CROSS_PREFIX;
 };
 
 } // namespace adasum_hvd

@@ -56,8 +56,8 @@ _DEFINES = [
     "NDEBUG",
 ]  # fmt: skip
 _DTYPES = {"float16": 6, "float32": 7, "float64": 8, "int32": 4}  # Horovod's DataType
-# Sources of Horovod that the injected CMake changes by op/horovod_internals.h, and their macros.
-_CHANGED = {"operations": "ADASUM_IN_OPERATIONS", "controller": "ADASUM_IN_CONTROLLER"}
+# Sources of Horovod that the injected CMake changes by op/horovod_internals.h.
+_CHANGED = ("operations", "controller", "gloo/gloo_context")
 
 
 def _gloo_sources(gloo: Path) -> list[Path]:
@@ -104,6 +104,8 @@ def _flags(tree: Path) -> list[str]:
     flags = [
         *("-std=c++17", "-O1", "-g1", "-fPIC", "-pthread", "-w"),
         *("-ffp-contract=off", "-Wno-psabi"),
+        # As in horovod/cmake/inject.cmake; without NVTX one header lacks <cstdint> anyway.
+        *("-include", "cstdint", "-include", "string", "-Wno-template-body"),
     ]
     return flags + [f"-D{name}" for name in _DEFINES] + [f"-I{p}" for p in includes]
 
@@ -112,8 +114,11 @@ def _changed(common: Path) -> dict[Path, tuple[str, ...]]:
     """Return the sources that the op changes, with their flags."""
     internals = str(NATIVE / "op" / "horovod_internals.h")
     return {
-        common / f"{name}.cc": (f"-D{macro}", "-include", internals)
-        for name, macro in _CHANGED.items()
+        common / f"{name}.cc": (
+            *("-DADASUM_IN_HOROVOD", f"-DADASUM_IN_{Path(name).name.upper()}"),
+            *("-include", internals),
+        )
+        for name in _CHANGED
     }
 
 
@@ -121,8 +126,7 @@ def make() -> Path:
     """Build the library, or return the one of the same sources in the cache folder."""
     tree = source_tree(cache_dir())
     common = tree / "horovod" / "common"
-    # Without NVTX one of its headers lacks an include.
-    sources = {common / f"{name}.cc": ("-include", "cstdint") for name in _COMMON}
+    sources = dict.fromkeys((common / f"{name}.cc" for name in _COMMON), ())
     sources |= _changed(common)
     sources |= dict.fromkeys(_gloo_sources(tree / "third_party" / "gloo" / "gloo"), ())
     sources[NATIVE_TESTS / "simulated_horovod.cc"] = ()
@@ -144,7 +148,7 @@ def with_mpi(mpi_flags: Sequence[str]) -> list[Path]:
     common = tree / "horovod" / "common"
     operations = common / "operations.cc"
     sources = {operations: _changed(common)[operations]}
-    sources[common / "ops" / "adasum_gpu_operations.cc"] = ("-include", "cstdint")
+    sources[common / "ops" / "adasum_gpu_operations.cc"] = ()
     flags = [*_flags(tree), "-DHAVE_MPI=1", *mpi_flags]
     return compiling.objects(sources, flags, ROOM)
 
