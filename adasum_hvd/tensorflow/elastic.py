@@ -136,6 +136,10 @@ class TensorFlowKerasState(_State):
         if is_distributed(self.optimizer):
             inner(self.optimizer).compare_ranks()
         own = self._own() if self._survived else []
+        if not newest:  # the root may have taken the step of these sums
+            sums = getattr(inner(self.optimizer), "_accumulated_gradients", ())
+            lost = set(map(id, (*sums, *self._windows()[1])))
+            own = [v for v in own if id(v) not in lost]
         values = self._read(own)
         broadcasting.broadcast_variables(self._given(), root)
         self._write(own, values)
