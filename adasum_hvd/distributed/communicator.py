@@ -268,6 +268,7 @@ class Communicator:
 
     def _raise_unresponsive(self, ranks: list[int], error: RuntimeError) -> NoReturn:
         """Raise `RanksLost` for torch's error, which is of a message of one of these ranks."""
+        ranks = [rank for rank in ranks if rank != self.ranks[self.rank]]
         several = len(ranks) > 1
         who = f"one of ranks {reprlib.repr(ranks)}" if several else f"rank {ranks[0]}"
         raise RanksLost(

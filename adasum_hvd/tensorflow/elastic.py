@@ -132,10 +132,14 @@ class TensorFlowKerasState(_State):
         own += [weight for weight in self.model.weights if is_marked_local(weight)]
         return own + self._windows()[1]
 
-    def _sync_trained(self, root: int) -> None:
+    def _sync_trained(self, root: int, newest: bool) -> None:
         if is_distributed(self.optimizer):
             inner(self.optimizer).compare_ranks()
         own = self._own() if self._survived else []
+        if not newest:  # the root may have taken the step of these sums
+            sums = getattr(inner(self.optimizer), "_accumulated_gradients", ())
+            lost = set(map(id, (*sums, *self._windows()[1])))
+            own = [v for v in own if id(v) not in lost]
         values = self._read(own)
         broadcasting.broadcast_variables(self._given(), root)
         self._write(own, values)
@@ -183,7 +187,7 @@ class TensorFlowState(_State):
             for variable, value in zip(variables, values, strict=True):
                 variable.load(value, self.session)
 
-    def _sync_trained(self, root: int) -> None:
+    def _sync_trained(self, root: int, newest: bool) -> None:
         own = [v for v in self.variables if self._survived and is_marked_local(v)]
         values = self._read(own)
         if tf.executing_eagerly():

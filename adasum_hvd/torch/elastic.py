@@ -117,15 +117,39 @@ class TorchState(SharedState, HorovodState):
                 )
         self._commit()
 
+    def _commit(self) -> None:
+        super()._commit()
+        # Of earlier passes of a step. With one pass, a step needs none from before it.
+        self._gradients = [
+            (p, p.grad.detach().clone())
+            for handler in self._handlers.values()
+            if isinstance(handler.value, DistributedWrapper)
+            and handler.value._adasum.options.backward_passes_per_step > 1
+            for p in _parameters(handler.value)
+            if p.grad is not None
+        ]
+
     def restore(self) -> None:
         """Restore the last commit, also inside lists, dictionaries and arrays."""
         super().restore()
         for handler in self._handlers.values():
             handler.save()  # because optimizers change the tensors that they have loaded
+            _drop_gradients(handler.value)
+        self._load_gradients()
 
-    def _sync_trained(self, root: int) -> None:
+    def _load_gradients(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient.clone()
+
+    def _sync_trained(self, root: int, newest: bool) -> None:
         for handler in self._handlers.values():
-            _SYNC[type(handler)](handler.value, root, self._survived)
+            trained = handler.value
+            _SYNC[type(handler)](trained, root, self._survived)
+            # Of a step that the root has taken; or their reduction may be interrupted.
+            if not newest or getattr(trained, "_reduces_gradients", False):
+                _drop_gradients(trained)
+        if newest:
+            self._load_gradients()
 
     def _trained(self) -> Callable[[Any], bool]:
         own = {
@@ -136,11 +160,21 @@ class TorchState(SharedState, HorovodState):
         return lambda obj: id(obj) in own or isinstance(obj, DistributedWrapper)
 
 
+def _parameters(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[Any]:
+    if isinstance(trained, torch.nn.Module):
+        return trained.parameters()
+    return (p for group in trained.param_groups for p in group["params"])
+
+
 def _parts(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[Any]:
     if isinstance(trained, torch.nn.Module):
-        yield from (*trained.modules(), *trained.parameters(), *trained.buffers())
-    else:
-        yield from (p for group in trained.param_groups for p in group["params"])
+        yield from (*trained.modules(), *trained.buffers())
+    yield from _parameters(trained)
+
+
+def _drop_gradients(trained: torch.nn.Module | torch.optim.Optimizer) -> None:
+    for parameter in _parameters(trained):
+        parameter.grad = None
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:

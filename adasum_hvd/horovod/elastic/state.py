@@ -34,8 +34,8 @@ class SharedState(ObjectState):
     _gather: Callable[..., list[Any]]
     _broadcast: Callable[..., Any]
 
-    def _sync_trained(self, root: int) -> None:
-        """Copy the root's models and optimizers to every rank. Collective."""
+    def _sync_trained(self, root: int, newest: bool) -> None:
+        """Copy the root's models and optimizers; `newest`: this rank has its commit. Collective."""
         raise NotImplementedError
 
     def _trained(self) -> Callable[[Any], bool]:
@@ -98,7 +98,7 @@ class SharedState(ObjectState):
         by_rank = self._gather(mine, name="adasum.elastic.commits")
         commits, stateful = zip(*by_rank, strict=True)
         root = commits.index(max(commits))
-        self._sync_trained(root)
+        self._sync_trained(root, self._commits == max(commits))
         self._sync_attributes(root, set.intersection(*stateful))
         self.save()
         self._commits = max(commits) + 1

@@ -100,12 +100,6 @@ class GradientReducer(Reducer):
         self._of_synchronize: list[torch.Tensor | None] = []
         self._counter.reset()
 
-    def restart(self) -> None:
-        """As the base's; gradients whose reduction was interrupted are dropped."""
-        if any(bucket.has_begun for bucket in self.flat_buckets):
-            torch.optim.Optimizer.zero_grad(self.optimizer)
-        super().restart()
-
     # ---- one reduction of all buckets, on all ranks ----
 
     @torch.no_grad()

@@ -151,14 +151,6 @@ class Bucket:
         assert handle is not None
         wire.synchronize(handle)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the bucket is in flight, or holds a gradient that waits for the others."""
-        gradients = enumerate(parameter.grad for parameter in self.params)
-        return self.in_flight or any(
-            g is not None and self.holds(index, g) for index, g in gradients
-        )
-
     def write_back(self, only_views: bool = False) -> None:
         """Set gradients to the reduced values, `only_views`: those that may be bucket views."""
         gradients, views, written = [], [], []

@@ -141,4 +141,9 @@ def case_an_error_names_a_rank_of_a_level() -> None:
         across = [one[host.index(rank())] for one in groups_of(HOSTS)]
         named = re.search(r"all ranks, but rank (\d) did not", str(error.value))
         assert named and int(named[1]) in {*host, *across} - {rank()}, error.value
+        # Its connections are closed, which the start of a message finds.
+        with pytest.raises(RanksLost, match=r"one of ranks \[") as error:
+            communicator.all_gather(mine)
+        listed = re.search(r"ranks \[(.*)\] did not", str(error.value))
+        assert listed and str(rank()) not in listed[1].split(", "), error.value
     dist.barrier()

@@ -159,6 +159,33 @@ def case_elastic_mixed_float16(op: str) -> None:
     assert digest_of(model) != before
 
 
+@pytest.mark.parametrize("of_keras", [False, True])
+def case_elastic_passes_of_a_rank_that_lacks_a_commit(of_keras: bool) -> None:
+    """The root has taken the step of these passes: they are not in the next one."""
+    options = {} if of_keras else {"backward_passes_per_step": 2}
+    plain = momentum()
+    plain.gradient_accumulation_steps = 2 if of_keras else None
+    model = compiled(hvd.DistributedOptimizer(plain, op="adasum-grad", **options))
+    state = hvd.elastic.KerasState(model)
+    state.sync()
+    digests = []
+    for lost in (False, True):
+        state.restore()
+        for step in range(4):
+            model.train_on_batch(*numerics.batch_of(hvd.rank(), step, 4))
+            if step == 1 and lost:
+                if hvd.rank():
+                    state.restore()
+                else:
+                    state.save()
+                state.sync()
+            if step == 0 and lost:
+                state.save()
+        digests.append(digest_of(model))
+    assert digests[0] == digests[1]
+    check_same_everywhere(model)
+
+
 @pytest.mark.parametrize(
     "options",
     ({"local_steps": 4}, {"backward_passes_per_step": 4}),

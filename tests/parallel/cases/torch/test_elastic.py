@@ -91,6 +91,37 @@ def case_elastic_restores_one_commit_twice() -> None:
     assert all(np.array_equal(ends[0], end) for end in ends)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
+def case_elastic_gradients_of_lost_passes(op: str, passes: int) -> None:
+    """Also where `zero_grad()` comes after the step; a commit keeps a step's earlier passes."""
+
+    def train(state: hvd.elastic.TorchState, passes_now: range) -> None:
+        for number in passes_now:
+            loss_of(state.model, hvd.rank(), number).backward()
+            if (number + 1) % passes == 0:
+                state.optimizer.step()
+                state.optimizer.zero_grad()
+
+    ends = []
+    for commit in (6, 2, 3):  # passes before it; after 6 nothing is lost
+        model = model_of()
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(
+            plain, op=op, backward_passes_per_step=passes
+        )
+        state = hvd.elastic.TorchState(model, optimizer)
+        train(state, range(commit))
+        state.save()
+        for _ in range(passes - commit % passes if commit < 6 else 0):
+            loss_of(model, hvd.rank(), 7).backward()
+        state.restore()
+        state.sync()
+        train(state, range(commit, 6))
+        ends.append(weights(model))
+    assert all(torch.equal(ends[0], end) for end in ends)
+
+
 class Average:
     """An average of weights as users write one."""
 
