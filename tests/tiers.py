@@ -1,8 +1,9 @@
 """Which tests `make test` runs, and which ones `make check` runs after it: one rule for all.
 
 A test is a function and its parameters. Some parameters are only a way in which the same thing is
-run: a configuration of ranks, a launcher, sanitizers, the transport below a fault. `make test`
-runs every test once, in the first of its ways, and `make check` in the others, too.
+run: a configuration of ranks, the number of threads as ranks, a launcher, sanitizers, the transport
+below a fault. `make test` runs every test once, in the first of its ways, and `make check` in the
+others, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from tests.parallel.harness.configurations import Configuration
 from tests.parallel.harness.faults import Fault
 
 TIERS = QUICK, REST, ALL = "quick", "rest", "all"
-WAYS = ("backend", "controller", "engine", "form", "streams", "three_and_one")
+WAYS = (
+    "backend",
+    "controller",
+    "engine",
+    "form",
+    "streams",
+    "thread_ranks",
+    "three_and_one",
+)
 
 
 def subject(item: pytest.Item) -> Hashable:

@@ -147,7 +147,7 @@ def case_keras_mixed_precision() -> None:
         for op in VARIANTS:
             model = model_of(dtype=policy)
             model.dtype_policy = keras.dtype_policies.get(policy)
-            hvd.compile(model, hvd.DistributedOptimizer(momentum(), op=op), loss="mse")
+            compiled(hvd.DistributedOptimizer(momentum(), op=op), model)
             scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
             assert scaled == (policy == "mixed_float16")
             fit(model)
