@@ -77,7 +77,8 @@ class Windows(Ruled):
             f"alone; call {self._who} with it to reduce its changes",
             stacklevel=2,
         )
-        return self._state_of_copy()
+        state = self._state_of_copy()
+        return {k: v for k, v in state.items() if k != "__getstate__"}
 
     def _reduced_units(self) -> Sequence[Unit]:
         """Return the parameters that the next window reduces."""
