@@ -46,6 +46,7 @@ class AdasumWork:
         return self._future
 
 
+@torch._disable_dynamo
 def adasum_all_reduce(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     group: Any = None,

@@ -234,6 +234,7 @@ def _name(compression: object) -> str:
     return names[compression]
 
 
+@torch._disable_dynamo  # of a compiled step, which would trace this
 def adasum_hook(
     state: AdasumState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:

@@ -58,6 +58,8 @@ class Windows(Ruled):
         if self._compared or hasattr(optimizer, "refresh_master"):
             self._duplicates.places = ()
         _make_hookable(optimizer)
+        self._state_of_copy = optimizer.__getstate__
+        optimizer.__getstate__ = self._warn_of_copy  # by copy and pickle
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -68,6 +70,15 @@ class Windows(Ruled):
             f"{self._who}: expected no copy, because a copy of an optimizer has no hooks and "
             f"trains alone; save its state_dict(), or call {self._who} with the copied optimizer"
         )
+
+    def _warn_of_copy(self) -> Any:
+        warnings.warn(
+            f"{self._who}: the copy of its optimizer is a plain one, without hooks, and trains "
+            f"alone; call {self._who} with it to reduce its changes",
+            stacklevel=2,
+        )
+        state = self._state_of_copy()
+        return {k: v for k, v in state.items() if k != "__getstate__"}
 
     def _reduced_units(self) -> Sequence[Unit]:
         """Return the parameters that the next window reduces."""
@@ -190,6 +201,7 @@ class Windows(Ruled):
         """Take the hooks off the optimizer; the changes of an incomplete window stay local."""
         for handle in self._handles:
             handle.remove()
+        vars(self._optimizer).pop("__getstate__", None)
 
 
 class _EveryStep(Windows):

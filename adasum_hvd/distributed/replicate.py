@@ -235,6 +235,7 @@ class ReplicateHandle(Ruled):
         task = partial(reduce_unit, unit, self.rule, gradients, header)
         self._futures.append((unit, lane.submit(task, gradients)))
 
+    @torch._disable_dynamo
     def _end(self) -> list[torch.Tensor]:
         """Reduce what is left at the end of a pass, and wait; return each unit's states."""
         try:

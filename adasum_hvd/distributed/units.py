@@ -88,6 +88,7 @@ class Selection:
         self._times_marked = times_marked()
 
 
+@torch._disable_dynamo  # which would trace a hook in a compiled step
 def call_weakly(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
     """Call a method of an object, while there is one."""
     if (call := method()) is not None:

@@ -197,7 +197,7 @@ class GradientReducer(Reducer):
                 "to the reduced gradients of the last one, and AdaSum of such sums is wrong; call "
                 "zero_grad() between steps (not grad.data.zero_(), which is not seen), and pass "
                 "backward_passes_per_step to accumulate",
-                stacklevel=6,
+                stacklevel=8,
             )
 
     def _check_unchanged(self, in_buckets: bool = False) -> None:

@@ -31,6 +31,7 @@ class DistributedWrapper(torch.optim.Optimizer):
 
     # ---- the step ----
 
+    @torch._disable_dynamo
     def step(self, closure: StepClosure = None) -> Any:
         """As :meth:`GradientReducer.step` or :meth:`DeltaReducer.step`. Collective; blocks."""
         arguments = [] if closure is None else [closure]
@@ -49,6 +50,7 @@ class DistributedWrapper(torch.optim.Optimizer):
 
     # ---- the contract of Horovod's optimizer ----
 
+    @torch._disable_dynamo
     def synchronize(self) -> None:
         """As :meth:`GradientReducer.synchronize`; nothing in the delta variant. Collective."""
         self._adasum.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict, defaultdict
 
 import pytest
@@ -421,7 +422,16 @@ def case_a_copy_would_not_reduce() -> None:
     model = nn.Linear(3, 2)
     optimizer = SGD(model.parameters(), 0.1)
     local_sgd = LocalSGD(optimizer, model, dist.group.WORLD, 2)
-    with pytest.raises(
-        TypeError, match="LocalSGD: expected no copy, because a copy of"
+    alone = "LocalSGD: the copy of its optimizer is a plain one"
+    with (
+        pytest.warns(UserWarning, match=alone),
+        pytest.raises(TypeError, match="LocalSGD: expected no copy, because a copy of"),
     ):
         copy.deepcopy((model, optimizer, local_sgd))
+    with pytest.warns(UserWarning, match=alone):
+        plain = copy.deepcopy((model, optimizer))[1]
+    assert "__getstate__" not in vars(plain)
+    local_sgd.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(optimizer)
