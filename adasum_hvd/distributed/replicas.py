@@ -26,6 +26,13 @@ def digest(tensor: torch.Tensor) -> str:
     return digest_of(local.dtype, local.shape, data.view(torch.uint8).numpy())
 
 
+def outside_of(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Return what the optimizer trains and the model lacks, such as a loss's parameters."""
+    own = set(map(id, model.parameters()))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [parameter for parameter in parameters if id(parameter) not in own]
+
+
 def named_tensors(
     model: torch.nn.Module, optimizer: Any
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -35,11 +42,10 @@ def named_tensors(
         yield name, tensor, tensor
     if optimizer is None:
         return
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(parameter) not in names:  # such as a loss's, which DDP does not reduce
-            name = f"parameter of shape {tuple(parameter.shape)} outside of the model"
-            names[id(parameter)] = name
-            yield name, parameter, parameter
+    for parameter in outside_of(model, optimizer):
+        name = f"parameter of shape {tuple(parameter.shape)} outside of the model"
+        names[id(parameter)] = name
+        yield name, parameter, parameter
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
