@@ -26,18 +26,30 @@ def digest(tensor: torch.Tensor) -> str:
     return digest_of(local.dtype, local.shape, data.view(torch.uint8).numpy())
 
 
+def outside_of(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Return what the optimizer trains and the model lacks, such as a loss's parameters."""
+    own = set(map(id, model.parameters()))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [parameter for parameter in parameters if id(parameter) not in own]
+
+
 def named_tensors(
     model: torch.nn.Module, optimizer: Any
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (name, tensor, whose marks apply to it) of a model, and of an optimizer if any."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor, tensor
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in ({} if optimizer is None else optimizer.state).items():
+    if optimizer is None:
+        return
+    for parameter in outside_of(model, optimizer):
+        name = f"parameter of shape {tuple(parameter.shape)} outside of the model"
+        names[id(parameter)] = name
+        yield name, parameter, parameter
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                name = names.get(id(parameter), "unnamed")
-                yield f"{name}.{key}", value, parameter
+                yield f"{names.get(id(parameter), 'unnamed')}.{key}", value, parameter
 
 
 def mismatch(
@@ -88,7 +100,8 @@ def check_replicas(
         model: its parameters and buffers, without those marked with `mark_worker_local`. Of a
             sharded one this rank's shards: pass the group of ranks that hold the same ones.
             Parameters that tensor parallelism leaves whole are compared inside a replica, too.
-        optimizer: its state's tensors too. Leave it out if each rank steps by itself.
+        optimizer: its state's tensors too, and its parameters outside of the model. Leave it out
+            if each rank steps by itself.
         every: compare on every k-th call for this model only, and return at once otherwise.
         group: the process group; by default the default one.
 

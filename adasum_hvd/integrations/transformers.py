@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from adasum_hvd.distributed import AdasumState, register_adasum_hook
+from adasum_hvd.distributed.replicas import outside_of
 
 __all__ = ["AdasumCallback"]
 
@@ -35,8 +37,17 @@ class AdasumCallback(TrainerCallback):
         self._arguments = arguments
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Register the hook."""
-        self.state = register_adasum_hook(_trainer().model_wrapped, **self._arguments)
+        """Register the hook, and warn of parameters that neither it nor DDP reduces."""
+        trainer = _trainer()
+        self.state = register_adasum_hook(trainer.model_wrapped, **self._arguments)
+        outside = outside_of(trainer.model_wrapped, trainer.optimizer)
+        if self.state is not None and outside:
+            warnings.warn(
+                f"AdasumCallback: expected an optimizer of the model's parameters, but got "
+                f"{len(outside)} others, such as a loss's, which each rank trains alone; reduce "
+                'them as docs/where_to_use.md, "Parameters outside of DDP\'s model"',
+                stacklevel=2,
+            )
 
 
 def _trainer() -> Trainer:

@@ -50,7 +50,8 @@ def check_replicas(
     Args:
         model: its parameters and buffers are compared. Worker-local ones are left out, and those
             marked with `mark_replicated_over` are compared over the ranks that hold them.
-        optimizer: its state is compared, too, except for the delta variant's, which is local.
+        optimizer: its state and its parameters outside of the model are compared, too; of the
+            delta variant neither, because its state is local.
         every: compare on every k-th call for this model; return whether this call did.
         process_set: the ranks to compare.
 

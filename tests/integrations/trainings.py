@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -66,8 +67,19 @@ def transformers() -> None:
 
     class Watched(AdasumCallback):
         def on_train_begin(self, *arguments: object, **named: object) -> None:
-            super().on_train_begin(*arguments, **named)
+            with warnings.catch_warnings(record=True) as caught:
+                super().on_train_begin(*arguments, **named)
+            outside = [w for w in caught if "but got 1 others" in str(w.message)]
+            assert bool(outside) == (self.state is not None), caught
             watch(self.state)
+
+    class WithLoss(Trainer):
+        def create_optimizer(self, *arguments: object) -> torch.optim.Optimizer:
+            """Return one that trains a parameter outside of the model, too."""
+            made, optimizer = self.optimizer, super().create_optimizer(*arguments)
+            if made is None:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+            return optimizer
 
     config = GPT2Config(
         vocab_size=21, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=None,
@@ -81,7 +93,7 @@ def transformers() -> None:
         use_cpu=True, ddp_backend="gloo" if "RANK" in os.environ else None,
         save_strategy="epoch", report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(
+    trainer = WithLoss(
         model, settings, train_dataset=data, eval_dataset=data, callbacks=[Watched()]
     )
     # Not `evaluate`: before the first `train` it makes this Trainer's ranks train alone.

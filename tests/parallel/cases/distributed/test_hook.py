@@ -323,6 +323,10 @@ def case_replicas_and_banner() -> None:
     with pytest.raises(ReplicaMismatch, match=words):
         check_replicas(wrapped, optimizer)
     assert check_replicas(wrapped)
+    optimizer.add_param_group({"params": [torch.full((2,), shift)]})  # as of a loss
+    words = r"another parameter of shape \(2,\) outside of the model on ranks"
+    with pytest.raises(ReplicaMismatch, match=words):
+        check_replicas(wrapped, optimizer)
     buffer[3] -= shift
     with torch.no_grad():
         model[0][0].bias[3] += shift
