@@ -115,7 +115,8 @@ def DistributedOptimizer(
         if keras.backend.backend() != "tensorflow":
             raise NotImplementedError(
                 "DistributedOptimizer: expected Keras on TensorFlow, but got Keras on "
-                f"{keras.backend.backend()}; set KERAS_BACKEND=tensorflow"
+                f"{keras.backend.backend()}; set KERAS_BACKEND=tensorflow; on torch, train with "
+                "DDP and adasum_hvd.distributed's hook"
             )
         return wrap(optimizer, options)
     raise TypeError(
