@@ -58,9 +58,7 @@ class Windows(Ruled):
         if self._compared or hasattr(optimizer, "refresh_master"):
             self._duplicates.places = ()
         _make_hookable(optimizer)
-        optimizer.__getstate__ = MethodType(
-            _state_of_copy, optimizer
-        )  # for copy and pickle
+        optimizer.__getstate__ = MethodType(_state_of_copy, optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -246,6 +244,7 @@ def _windows_of(optimizer: Any) -> Iterator[Windows]:
 
 
 def _state_of_copy(optimizer: Any) -> Any:
+    """Return what copy and pickle take of an optimizer, and warn of windows that they leave out."""
     for windows in _windows_of(optimizer):
         warnings.warn(
             f"{windows._who}: the copy of its optimizer is a plain one, without hooks, and trains "

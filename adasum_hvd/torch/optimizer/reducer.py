@@ -36,7 +36,7 @@ class Reducer:
     change_overflowed = False
     _spent: Mapping[
         int, Reduced
-    ] = {}  # the last step's gradients, by parameter, of several passes
+    ] = {}  # the last step's gradients, if of several passes
 
     def __init__(
         self, optimizer: Any, names: Names, options: Options, allows_ddp: bool
