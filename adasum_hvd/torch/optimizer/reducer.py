@@ -34,9 +34,8 @@ class Reducer:
     scaler_agreed = False  # our GradScaler steps: all ranks have agreed on overflow
     # A reduced change was not finite: read and cleared by the scaler.
     change_overflowed = False
-    _spent: Mapping[
-        int, Reduced
-    ] = {}  # the last step's gradients, if of several passes
+    # The last step's gradients, if it is of several passes.
+    _spent: Mapping[int, Reduced] = {}
 
     def __init__(
         self, optimizer: Any, names: Names, options: Options, allows_ddp: bool
