@@ -5,13 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 
 from adasum_hvd.base.frames import is_inside
-from adasum_hvd.distributed.units import call_weakly
 
 # A gradient after backward, its version, and its address if it is in a bucket.
 Seen = tuple[torch.Tensor, int, int | None]
@@ -40,28 +38,35 @@ class GradientReadyCounter:
         self._seen: list[Seen | None] = [None] * len(self._places)
         self.touched = False  # backward has made a gradient since the last reset
         hooks = ExitStack()
-        # Weak: a parameter owns its hooks, and a hook must not keep the parameter alive.
-        method = weakref.WeakMethod(self._on_gradient)
-        for slot, (parameter, index, place) in enumerate(self._places):
-            at_once = buckets[index].copies_eagerly(place)
-            hook = partial(call_weakly, method, slot, index, place, at_once)
+        for slot, (parameter, *at) in enumerate(self._places):
+            hook = self._hook(slot, *at)
             hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         self.close = weakref.finalize(self, hooks.close)
 
-    def _on_gradient(
-        self, slot: int, index: int, place: int, at_once: bool, parameter: torch.Tensor
-    ) -> None:
-        self.touched = True
-        left = self._left[slot] = self._left[slot] - 1
-        in_bucket = at_once and left == 0 and self._buckets[index].copy_in(place)
-        gradient = parameter.grad
-        if gradient is not None:
-            address = gradient.data_ptr() if in_bucket else None
-            self._seen[slot] = gradient, gradient._version, address
-        if left == 0:
-            self._complete(index)
-        elif left < 0:
-            self._refuse(parameter)
+    def _hook(
+        self, slot: int, index: int, place: int
+    ) -> Callable[[torch.Tensor], None]:
+        # Weak: a parameter owns its hooks, and a hook must not keep the parameter alive.
+        counting = weakref.ref(self)
+        at_once = self._buckets[index].copies_eagerly(place)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            counter = counting()
+            if counter is None:
+                return
+            counter.touched = True
+            left = counter._left[slot] = counter._left[slot] - 1
+            in_bucket = at_once and left == 0 and counter._buckets[index].copy_in(place)
+            gradient = parameter.grad
+            if gradient is not None:
+                address = gradient.data_ptr() if in_bucket else None
+                counter._seen[slot] = gradient, gradient._version, address
+            if left == 0:
+                counter._complete(index)
+            elif left < 0:
+                counter._refuse(parameter)
+
+        return on_gradient
 
     def _complete(self, index: int) -> None:
         """Count a parameter of a bucket as complete."""

@@ -404,20 +404,3 @@ def case_optimizer_of_a_process_set() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
-def case_a_compiled_backward_has_no_graphs_of_hooks() -> None:
-    model, graphs = model_of(), []
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.AdasumGrad)
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=backend)
-    def run() -> None:
-        model(torch.ones(1, 12)).sum().backward()
-
-    run()
-    optimizer.step()
-    assert len(graphs) == 1
