@@ -58,8 +58,7 @@ class Windows(Ruled):
         if self._compared or hasattr(optimizer, "refresh_master"):
             self._duplicates.places = ()
         _make_hookable(optimizer)
-        self._state_of_copy = optimizer.__getstate__
-        optimizer.__getstate__ = self._warn_of_copy  # by copy and pickle
+        optimizer.__getstate__ = MethodType(_state_of_copy, optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -70,15 +69,6 @@ class Windows(Ruled):
             f"{self._who}: expected no copy, because a copy of an optimizer has no hooks and "
             f"trains alone; save its state_dict(), or call {self._who} with the copied optimizer"
         )
-
-    def _warn_of_copy(self) -> Any:
-        warnings.warn(
-            f"{self._who}: the copy of its optimizer is a plain one, without hooks, and trains "
-            f"alone; call {self._who} with it to reduce its changes",
-            stacklevel=2,
-        )
-        state = self._state_of_copy()
-        return {k: v for k, v in state.items() if k != "__getstate__"}
 
     def _reduced_units(self) -> Sequence[Unit]:
         """Return the parameters that the next window reduces."""
@@ -201,7 +191,6 @@ class Windows(Ruled):
         """Take the hooks off the optimizer; the changes of an incomplete window stay local."""
         for handle in self._handles:
             handle.remove()
-        vars(self._optimizer).pop("__getstate__", None)
 
 
 class _EveryStep(Windows):
@@ -248,13 +237,30 @@ def _make_hookable(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step = MethodType(hooked, optimizer)
 
 
+def _windows_of(optimizer: Any) -> Iterator[Windows]:
+    for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
+        if isinstance(other := getattr(hook, "__self__", None), Windows):
+            yield other
+
+
+def _state_of_copy(optimizer: Any) -> Any:
+    """Return what copy and pickle take of an optimizer, and warn of windows that they leave out."""
+    for windows in _windows_of(optimizer):
+        warnings.warn(
+            f"{windows._who}: the copy of its optimizer is a plain one, without hooks, and trains "
+            f"alone; call {windows._who} with it to reduce its changes",
+            stacklevel=2,
+        )
+    state = type(optimizer).__getstate__(optimizer)
+    if isinstance(state, dict):
+        state = {k: v for k, v in state.items() if k != "__getstate__"}
+    return state
+
+
 def check_alone(name: str, optimizer: Any, ranks: Sequence[int]) -> None:
     """Raise ValueError if other windows join an optimizer's changes over all of these ranks."""
-    for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
-        other = getattr(hook, "__self__", None)
-        if len(ranks) == 1 or not isinstance(other, Windows):
-            continue
-        if {*other._communicator.ranks} >= {*ranks}:
+    for other in _windows_of(optimizer):
+        if len(ranks) > 1 and {*other._communicator.ranks} >= {*ranks}:
             raise ValueError(
                 f"{name}: expected an optimizer whose changes are not reduced yet, but got one "
                 f"that {other._who} reduces over the same ranks; call remove() on that first, or "

@@ -40,7 +40,11 @@ class AdasumCallback(TrainerCallback):
         """Register the hook, and warn of parameters that neither it nor DDP reduces."""
         trainer = _trainer()
         self.state = register_adasum_hook(trainer.model_wrapped, **self._arguments)
-        outside = outside_of(trainer.model_wrapped, trainer.optimizer)
+        outside = [
+            parameter
+            for parameter in outside_of(trainer.model_wrapped, trainer.optimizer)
+            if parameter.requires_grad and not parameter._post_accumulate_grad_hooks
+        ]
         if self.state is not None and outside:
             warnings.warn(
                 f"AdasumCallback: expected an optimizer of the model's parameters, but got "

@@ -126,7 +126,7 @@ class TorchState(SharedState, HorovodState):
             if isinstance(handler.value, DistributedWrapper)
             and handler.value._adasum.options.backward_passes_per_step > 1
             for p in _parameters(handler.value)
-            if p.grad is not None
+            if not (p.grad is None or handler.value._adasum.is_spent(p))
         ]
 
     def restore(self) -> None:
@@ -145,8 +145,8 @@ class TorchState(SharedState, HorovodState):
         for handler in self._handlers.values():
             trained = handler.value
             _SYNC[type(handler)](trained, root, self._survived)
-            # Of a step that the root has taken; or their reduction may be interrupted.
-            if not newest or getattr(trained, "_reduces_gradients", False):
+            # Of a step that is taken; or their reduction may be interrupted.
+            if not newest or isinstance(trained, DistributedWrapper):
                 _drop_gradients(trained)
         if newest:
             self._load_gradients()

@@ -75,10 +75,14 @@ def transformers() -> None:
 
     class WithLoss(Trainer):
         def create_optimizer(self, *arguments: object) -> torch.optim.Optimizer:
-            """Return one that trains a parameter outside of the model, too."""
+            """Return one that has parameters outside of the model; it trains one of them alone."""
             made, optimizer = self.optimizer, super().create_optimizer(*arguments)
             if made is None:
-                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+                others = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+                others[1].requires_grad_(False)
+                # As one that reduces.
+                others[2].register_post_accumulate_grad_hook(print)
+                optimizer.add_param_group({"params": others})
             return optimizer
 
     config = GPT2Config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from adasum_hvd.base import agreement
 from adasum_hvd.base.options import Options, ProcessSet, check_count
+from adasum_hvd.distributed.reduced import Reduced, noted, writes_to
 from adasum_hvd.parallel.torch_modes import reduced_by_ddp
 from adasum_hvd.torch import marks, wire
 from adasum_hvd.torch.optimizer import checks
@@ -33,6 +34,8 @@ class Reducer:
     scaler_agreed = False  # our GradScaler steps: all ranks have agreed on overflow
     # A reduced change was not finite: read and cleared by the scaler.
     change_overflowed = False
+    # The last step's gradients, if it is of several passes.
+    _spent: Mapping[int, Reduced] = {}
 
     def __init__(
         self, optimizer: Any, names: Names, options: Options, allows_ddp: bool
@@ -205,6 +208,14 @@ class Reducer:
         if self.consistency is not None:
             self.consistency.note_step()
         self._missed_step.forget()
+        if self.options.backward_passes_per_step > 1:
+            present = (p for p in self.parameters if p.grad is not None)
+            self._spent = {id(p): noted(p.grad) for p in present}
+
+    def is_spent(self, parameter: torch.Tensor) -> bool:
+        """Return whether its gradient is the last step's, without passes after it."""
+        last = self._spent.get(id(parameter))
+        return last is not None and writes_to(parameter.grad, last) == 0
 
     def _abandon(self) -> None:
         """Wait for buckets in flight, so that no reduction writes after an error."""

@@ -431,7 +431,26 @@ def case_a_copy_would_not_reduce() -> None:
     with pytest.warns(UserWarning, match=alone):
         plain = copy.deepcopy((model, optimizer))[1]
     assert "__getstate__" not in vars(plain)
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    reduce_changes(optimizer, groups[rank()])()
+    with pytest.warns(UserWarning, match=alone):
+        copy.deepcopy(optimizer)  # whose other windows go on
     local_sgd.remove()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(optimizer)
+
+
+class TupleState(SGD):
+    def __getstate__(self):
+        return self.defaults, self.state, self.param_groups
+
+    def __setstate__(self, state):
+        self.defaults, self.state, self.param_groups = state
+
+
+def case_an_optimizer_whose_state_is_no_dictionary_is_copied() -> None:
+    optimizer = TupleState(nn.Linear(3, 2).parameters(), 0.1)
+    reduce_changes(optimizer)
+    with pytest.warns(UserWarning, match="the copy of its optimizer is a plain one"):
+        assert len(copy.deepcopy(optimizer).param_groups[0]["params"]) == 2

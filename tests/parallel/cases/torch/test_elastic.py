@@ -94,30 +94,37 @@ def case_elastic_restores_one_commit_twice() -> None:
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("op", ["adasum-grad", "adasum-delta"])
 def case_elastic_gradients_of_lost_passes(op: str, passes: int) -> None:
-    """Also where `zero_grad()` comes after the step; a commit keeps a step's earlier passes."""
+    """Also with `zero_grad()` after the commit, which keeps a step's earlier passes alone."""
 
-    def train(state: hvd.elastic.TorchState, passes_now: range) -> None:
+    def train(state: hvd.elastic.TorchState, passes_now: range, fails: bool) -> None:
         for number in passes_now:
             loss_of(state.model, hvd.rank(), number).backward()
-            if (number + 1) % passes == 0:
+            is_last = (number + 1) % passes == 0
+            if is_last:
                 state.optimizer.step()
+            if number + 1 == commit:
+                state.save()
+                if not fails:  # but hosts have changed
+                    return
+            if is_last:
                 state.optimizer.zero_grad()
 
     ends = []
-    for commit in (6, 2, 3):  # passes before it; after 6 nothing is lost
+    # Passes before the commit, after which some are lost or none.
+    for commit, fails in ((6, False), (2, False), (2, True), (3, True)):
         model = model_of()
         plain = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = hvd.DistributedOptimizer(
             plain, op=op, backward_passes_per_step=passes
         )
         state = hvd.elastic.TorchState(model, optimizer)
-        train(state, range(commit))
-        state.save()
-        for _ in range(passes - commit % passes if commit < 6 else 0):
+        train(state, range(commit), fails)
+        for _ in range(passes - commit % passes if fails else 0):
             loss_of(model, hvd.rank(), 7).backward()
-        state.restore()
+        if fails:
+            state.restore()
         state.sync()
-        train(state, range(commit, 6))
+        train(state, range(commit, 6), fails)
         ends.append(weights(model))
     assert all(torch.equal(ends[0], end) for end in ends)
 
