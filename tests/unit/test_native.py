@@ -47,8 +47,9 @@ CHOSEN = {
         "long tensors are folded in stretches",
     ),
 }
-# Of a process on several, every return of memory interrupts all others: a third of its time.
-ON_ONE_PROCESSOR = ("test_reduce", "test_trees")
+# Of a process on several, every return of memory interrupts all others, and ranks that wake one
+# another wait for it: a tenth to a third of its time.
+ON_ONE_PROCESSOR = ("device_reduce", "device_trees", "test_reduce", "test_trees")
 CASES = [
     pytest.param(
         name,

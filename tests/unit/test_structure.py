@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from adasum_hvd.horovod.build.sources import NATIVE, native_files
+from tests.parallel.harness.imported import run_script
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "adasum_hvd"
@@ -180,8 +181,7 @@ def test_only_the_integration_of_its_name_imports_a_library() -> None:
 def test_what_needs_no_horovod() -> None:
     rooms = ("distributed", "offload", "offload.keras")
     names = ", ".join(f"adasum_hvd.{room}" for room in rooms)
-    program = f"import sys; sys.modules['horovod'] = None; import {names}"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_script(f"import sys; sys.modules['horovod'] = None; import {names}")
 
 
 def includes() -> dict[str, list[str]]:

@@ -132,7 +132,7 @@ def test_the_example_prints_and_draws(
 def test_an_interrupt_leaves_what_was_measured(tmp_path: Path) -> None:
     file = file_of(tmp_path, MODEL.format(data="(inputs, targets)"))
     words = [sys.executable, "-m", "adasum_hvd", "advise", "--demo", str(file)]
-    words += ["--seconds", "20", "--lr", "0.03", "--output", str(tmp_path / "a.png")]
+    words += ["--seconds", "8", "--lr", "0.03", "--output", str(tmp_path / "a.png")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as job:
         lines = []
         for line in job.stdout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum_hvd.torch as hvd
-from adasum_hvd import distributed
+from adasum_hvd import distributed, reference
 from adasum_hvd.torch.ddp import keep_local_hook
 from tests.parallel.harness import ddp
 from tests.parallel.harness.ddp import train
@@ -52,6 +53,23 @@ def case_old_names_of_the_hook() -> None:
         from adasum_hvd.torch import ddp as ours
 
         _ = ours.keep_all_hook
+
+
+def case_a_step_that_is_compiled_with_its_backward() -> None:
+    """torch.compile traces functions that backward calls, and cannot trace the hook."""
+    model = nn.Linear(3, 2)
+    reducing = DistributedDataParallel(model)
+    reducing.register_comm_hook(distributed.AdasumState(), distributed.adasum_hook)
+
+    @torch.compile(backend="eager")
+    def step(number: int) -> None:
+        reducing(torch.full((1, 3), float(number))).sum().backward()
+
+    step(1 + dist.get_rank())
+    numbers = range(1, 1 + dist.get_world_size())
+    expected = reference.adasum([np.full(6, float(n)) for n in numbers])
+    found = model.weight.grad.flatten().double().numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def case_delta_variant() -> None:

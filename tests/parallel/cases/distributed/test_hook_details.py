@@ -254,20 +254,3 @@ def case_means_of_sums_are_sums_of_means() -> None:
             (wrapped(torch.ones(1, 3)) * (1 + rank())).sum().backward()
     mean = (1 + dist.get_world_size()) / 2
     torch.testing.assert_close(model.bias.grad, torch.full((2,), 2 * mean))
-
-
-def case_a_step_that_is_compiled_with_its_backward_is_reduced() -> None:
-    """torch.compile traces functions that backward calls, and cannot trace the hook."""
-    model = nn.Linear(3, 2)
-    wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(AdasumState(), adasum_hook)
-
-    @torch.compile(backend="eager")
-    def step(number: int) -> None:
-        wrapped(torch.full((1, 3), float(number))).sum().backward()
-
-    step(1 + rank())
-    numbers = range(1, 1 + dist.get_world_size())
-    expected = reference.adasum([np.full(6, float(n)) for n in numbers], HOSTS)
-    found = model.weight.grad.flatten().double().numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
