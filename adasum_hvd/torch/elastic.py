@@ -7,7 +7,7 @@ optimizer state is local, and survivors keep their own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from adasum_hvd.torch.optimizer.wrapper import DistributedWrapper
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 Result = TypeVar("Result")
+Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]  # a parameter and its gradient
 
 
 class ElasticSampler(HorovodSampler):
@@ -134,22 +135,21 @@ class TorchState(SharedState, HorovodState):
         super().restore()
         for handler in self._handlers.values():
             handler.save()  # because optimizers change the tensors that they have loaded
-            _drop_gradients(handler.value)
-        self._load_gradients()
+        self._load_gradients(self._gradients)
 
-    def _load_gradients(self) -> None:
-        for parameter, gradient in self._gradients:
+    def _load_gradients(self, gradients: Gradients) -> None:
+        """Set these gradients, and drop all others."""
+        for handler in self._handlers.values():
+            for parameter in _parameters(handler.value):
+                parameter.grad = None
+        for parameter, gradient in gradients:
             parameter.grad = gradient.clone()
 
     def _sync_trained(self, root: int, newest: bool) -> None:
         for handler in self._handlers.values():
-            trained = handler.value
-            _SYNC[type(handler)](trained, root, self._survived)
-            # Of a step that is taken; or their reduction may be interrupted.
-            if not newest or isinstance(trained, DistributedWrapper):
-                _drop_gradients(trained)
-        if newest:
-            self._load_gradients()
+            _SYNC[type(handler)](handler.value, root, self._survived)
+        # Others are of a step that is taken, or their reduction may be interrupted.
+        self._load_gradients(self._gradients if newest else ())
 
     def _trained(self) -> Callable[[Any], bool]:
         own = {
@@ -170,11 +170,6 @@ def _parts(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[Any]:
     if isinstance(trained, torch.nn.Module):
         yield from (*trained.modules(), *trained.buffers())
     yield from _parameters(trained)
-
-
-def _drop_gradients(trained: torch.nn.Module | torch.optim.Optimizer) -> None:
-    for parameter in _parameters(trained):
-        parameter.grad = None
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:

@@ -129,6 +129,17 @@ def case_elastic_gradients_of_lost_passes(op: str, passes: int) -> None:
     assert all(torch.equal(ends[0], end) for end in ends)
 
 
+def case_elastic_gradients_of_a_plain_optimizer() -> None:
+    """Hosts change between the step and `zero_grad()`, as in a commit."""
+    model = model_of()
+    state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), 0.1))
+    loss_of(model, 0, 1).backward()
+    state.optimizer.step()
+    state.save()
+    state.sync()
+    assert all(p.grad is None for p in model.parameters())
+
+
 class Average:
     """An average of weights as users write one."""
 
