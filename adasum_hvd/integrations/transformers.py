@@ -47,7 +47,7 @@ class AdasumCallback(TrainerCallback):
         ]
         if self.state is not None and outside:
             warnings.warn(
-                f"AdasumCallback: expected an optimizer of the model's parameters, but got "
+                "AdasumCallback: expected an optimizer of the model's parameters, but got "
                 f"{len(outside)} others, such as a loss's, which each rank trains alone; reduce "
                 'them as docs/where_to_use.md, "Parameters outside of DDP\'s model"',
                 stacklevel=2,

@@ -209,8 +209,9 @@ class Reducer:
             self.consistency.note_step()
         self._missed_step.forget()
         if self.options.backward_passes_per_step > 1:
-            present = (p for p in self.parameters if p.grad is not None)
-            self._spent = {id(p): noted(p.grad) for p in present}
+            self._spent = {
+                id(p): noted(p.grad) for p in self.parameters if p.grad is not None
+            }
 
     def is_spent(self, parameter: torch.Tensor) -> bool:
         """Return whether its gradient is the last step's, without passes after it."""
